@@ -1,0 +1,22 @@
+"""moejax: mixture-of-experts layers for JAX and Flax, sharded by the compiler over any mesh."""
+
+from moejax.axes import AxisRules, make_mesh
+from moejax.config import MoEConfig
+from moejax.layer import MoELayer, RouterState, moe
+from moejax.router import BiasState, Routing, SigmoidBias, Softmax, update_router
+from moejax.stats import RoutingStats
+
+__all__ = [
+    "AxisRules",
+    "BiasState",
+    "MoEConfig",
+    "MoELayer",
+    "RouterState",
+    "Routing",
+    "RoutingStats",
+    "SigmoidBias",
+    "Softmax",
+    "make_mesh",
+    "moe",
+    "update_router",
+]

@@ -1,0 +1,154 @@
+"""MoEConfig: the frozen facts of one mixture-of-experts layer. Impossible ones are refused here, before any device work."""
+
+import dataclasses
+import difflib
+import math
+from collections.abc import Iterable
+
+import jax.numpy as jnp
+
+from moejax.router import ROUTERS, Router
+
+ACTIVATIONS = ("swiglu", "geglu", "gelu", "relu2")
+LOSS_SCOPES = ("sequence", "shard", "microbatch")
+EXCHANGES = ("all_to_all", "all_gather")
+CODECS = ("plain", "bf16")
+CAPACITIES = ("cell",)
+DROP_RULES = ("position", "weight")
+
+
+def one_of(field: str, value: object, legal: Iterable[str]) -> None:
+    """Raises ValueError, offering the nearest name, unless `value` is one of the `legal` ones."""
+    names = tuple(legal)
+    if value in names:
+        return
+    near = difflib.get_close_matches(str(value), names, n=1)
+    hint = f" (did you mean {near[0]!r}?)" if near else ""
+    raise ValueError(f"{field}={value!r}: legal values are {', '.join(map(repr, names))}{hint}")
+
+
+def positive(field: str, value: object) -> None:
+    """Raises ValueError unless `value` is a whole number of at least 1."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{field}={value!r}: needs a whole number of at least 1")
+
+
+def float_dtype(field: str, value: str) -> jnp.dtype:
+    """The dtype that `value` names; ValueError unless it is a floating-point one."""
+    one_of(field, value, ("float32", "bfloat16", "float16"))
+    return jnp.dtype(value)
+
+
+@dataclasses.dataclass(frozen=True)
+class MoEConfig:
+    """One mixture-of-experts layer: sizes, router, capacity rule, exchange and losses.
+
+    Which tokens are dropped is part of the model: (capacity, capacity_factor, drop_by, number of senders) decides it,
+    never the exchange. A *sender* is one block of consecutive tokens with its own capacity; by default the mesh's token
+    shards are the senders. Set `num_senders` to make the answer the same on every mesh whose token shards divide it.
+
+    Args:
+      d_model: width of a token.
+      d_ff: hidden width of one expert.
+      num_experts: experts in the layer, over all devices.
+      top_k: experts a token goes to, at most num_experts.
+      router: a name from `moejax.router.ROUTERS` or a router object such as `Softmax(renormalise=False)`.
+      capacity_factor: each (sender, expert) takes ceil(capacity_factor * tokens * top_k / num_experts) tokens and drops
+        the rest; None drops nothing (cells as long as the sender's tokens).
+      capacity: "cell", a capacity per (sender, expert).
+      drop_by: "position" keeps the sender's earliest tokens, "weight" those with the largest routing weight.
+      num_senders: how many senders share the batch, a multiple of the mesh's token shards; None: one per token shard.
+      exchange: how rows cross the expert axis, "all_to_all" or "all_gather".
+      codec: how they travel, "plain" or "bf16", or a pair (forward, backward).
+      num_chunks: 1; exchanges are not split yet.
+      activation: "swiglu" and "geglu" (gated), "gelu", "relu2" (squared ReLU, ungated).
+      num_shared_experts: experts of width d_ff that every token goes through, besides the routed ones.
+      aux_loss: weight of the load-balance loss in `RoutingStats.loss`.
+      z_loss: weight of the router z-loss there.
+      loss_scope: what the load-balance loss counts over: "sequence", "shard" or "microbatch".
+      dtype: dtype of the expert products.
+      param_dtype: dtype that parameters are kept in. The router computes in float32 whatever it is.
+      rebalance: None; experts do not move within a step yet.
+
+    Raises:
+      ValueError: for an impossible value, naming it and the legal ones.
+    """
+
+    d_model: int
+    d_ff: int
+    num_experts: int
+    top_k: int
+    router: str | Router = "softmax"
+    capacity_factor: float | None = 1.25
+    capacity: str = "cell"
+    drop_by: str = "position"
+    num_senders: int | None = None
+    exchange: str = "all_to_all"
+    codec: str | tuple[str, str] = "plain"
+    num_chunks: int = 1
+    activation: str = "swiglu"
+    num_shared_experts: int = 0
+    aux_loss: float = 1e-2
+    z_loss: float = 1e-3
+    loss_scope: str = "microbatch"
+    dtype: str = "bfloat16"
+    param_dtype: str = "float32"
+    rebalance: None = None
+
+    def __post_init__(self):
+        for field in ("d_model", "d_ff", "num_experts", "top_k"):
+            positive(field, getattr(self, field))
+        if self.top_k > self.num_experts:
+            raise ValueError(f"top_k={self.top_k} exceeds num_experts={self.num_experts}: needs 1 to {self.num_experts}")
+        _check_capacity_factor(self.capacity_factor)
+        if self.num_senders is not None:
+            positive("num_senders", self.num_senders)
+        if not isinstance(self.num_shared_experts, int) or self.num_shared_experts < 0:
+            raise ValueError(f"num_shared_experts={self.num_shared_experts!r}: needs a whole number of at least 0")
+        if isinstance(self.router, str):
+            one_of("router", self.router, ROUTERS)
+        elif not isinstance(self.router, Router):
+            raise ValueError(f"router={self.router!r}: needs one of {', '.join(ROUTERS)}, or a Router object")
+        one_of("capacity", self.capacity, CAPACITIES)
+        one_of("drop_by", self.drop_by, DROP_RULES)
+        one_of("exchange", self.exchange, EXCHANGES)
+        for name in self.codecs:
+            one_of("codec", name, CODECS)
+        one_of("activation", self.activation, ACTIVATIONS)
+        one_of("loss_scope", self.loss_scope, LOSS_SCOPES)
+        float_dtype("dtype", self.dtype)
+        float_dtype("param_dtype", self.param_dtype)
+        for field in ("aux_loss", "z_loss"):
+            if not 0 <= getattr(self, field) < math.inf:
+                raise ValueError(f"{field}={getattr(self, field)!r}: needs a finite weight of at least 0")
+        if self.num_chunks != 1:
+            raise ValueError(f"num_chunks={self.num_chunks!r}: only 1 is legal")
+        if self.rebalance is not None:
+            raise ValueError(f"rebalance={self.rebalance!r}: only None is legal")
+
+    @property
+    def codecs(self) -> tuple[str, str]:
+        """The codec names, (forward, backward)."""
+        pair = (self.codec, self.codec) if isinstance(self.codec, str) else tuple(self.codec)
+        if len(pair) != 2:
+            raise ValueError(f"codec={self.codec!r}: needs a name or a pair (forward, backward)")
+        return pair
+
+    @property
+    def router_rule(self) -> Router:
+        """The router object that `router` names."""
+        return ROUTERS[self.router]() if isinstance(self.router, str) else self.router
+
+    def cell_rows(self, num_tokens: int) -> int:
+        """Rows of one (sender, expert) cell for a sender of `num_tokens` tokens."""
+        if self.capacity_factor is None:
+            return num_tokens
+        even = self.capacity_factor * num_tokens * self.top_k / self.num_experts
+        return max(1, min(num_tokens, math.ceil(even)))
+
+
+def _check_capacity_factor(factor: object) -> None:
+    if factor is None:
+        return
+    if isinstance(factor, bool) or not isinstance(factor, int | float) or not 0 < factor < math.inf:
+        raise ValueError(f"capacity_factor={factor!r}: needs a finite number above 0, or None to drop nothing")

@@ -1,0 +1,65 @@
+"""GroupedExperts: the feed-forward of each expert over its own rows. No collectives inside.
+
+e: experts on this shard, r: rows of an expert, d: model width, f: expert width (this shard's part of it).
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from moejax.pytree import pytree
+
+
+def _relu2(h):
+    return jnp.square(jax.nn.relu(h))
+
+
+NONLINEARITY = {"swiglu": jax.nn.silu, "geglu": jax.nn.gelu, "gelu": jax.nn.gelu, "relu2": _relu2}
+GATED = ("swiglu", "geglu")
+LOGICAL_AXES = {
+    "up": ("expert", "embed", "mlp"),
+    "gate": ("expert", "embed", "mlp"),
+    "down": ("expert", "mlp", "embed"),
+}
+
+
+@pytree
+class GroupedExperts:
+    """The weights of e experts, callable on their rows: down(act(up(x))), or down(act(gate(x)) * up(x)) where gated.
+
+    Attributes:
+      up: [e, d, f].
+      down: [e, f, d].
+      gate: [e, d, f] for "swiglu" and "geglu" (Shazeer 2020), else None.
+      activation: a name from `NONLINEARITY`.
+    """
+
+    up: Float[Array, "e d f"]
+    down: Float[Array, "e f d"]
+    gate: Float[Array, "e d f"] | None
+    activation: str = dataclasses.field(metadata={"static": True})
+
+    def __call__(self, rows: Float[Array, "e r d"]) -> Float[Array, "e r d"]:
+        """[e, r, d] -> [e, r, d], row by row; a zero row gives a zero row. With f split, the partial sum over this part."""
+        act = NONLINEARITY[self.activation]
+        hidden = _product(rows, self.up)
+        hidden = act(hidden) if self.gate is None else act(_product(rows, self.gate)) * hidden
+        return _product(hidden, self.down)
+
+    def map(self, change) -> "GroupedExperts":
+        """The experts with change(name, weights) for each of up, down and gate."""
+        names = [name for name in LOGICAL_AXES if getattr(self, name) is not None]
+        return dataclasses.replace(self, **{name: change(name, getattr(self, name)) for name in names})
+
+
+def _product(rows, weights):
+    return jnp.einsum("erd,edf->erf", rows, weights)
+
+
+def expert_shapes(num_experts: int, d_model: int, d_ff: int, activation: str) -> dict[str, tuple[int, int, int]]:
+    """The shape of each weight array, by name."""
+    wide, narrow = (num_experts, d_model, d_ff), (num_experts, d_ff, d_model)
+    gate = {"gate": wide} if activation in GATED else {}
+    return {"up": wide, **gate, "down": narrow}
