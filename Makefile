@@ -1,0 +1,50 @@
+# demo, test, test-full, bench, lint. Each makes .venv by itself; PYTHON chooses the interpreter it is made from.
+PYTHON ?= python3
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+# Compiled programs are kept between runs.
+export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.cache/jax
+export JAX_PERSISTENT_COMPILATION_CACHE_MIN_COMPILE_TIME_SECS ?= 0.2
+
+.PHONY: demo test test-full bench lint
+
+demo: .venv/.train
+	$(BIN)/python -m train demo
+
+test: .venv/.test
+	$(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS)
+
+test-full: .venv/.test
+	$(BIN)/python -m pytest --hypothesis-profile=full $(PYTEST_ARGS)
+
+bench: .venv/.library
+	$(BIN)/python -m benchmarks
+
+lint: .venv/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+# A stamp a set of extras: an environment is installed once, and again when pyproject.toml changes.
+.venv/bin/python:
+	$(PYTHON) -m venv .venv
+
+.venv/.library: pyproject.toml | .venv/bin/python
+	@echo "installing moejax into .venv"
+	$(PIP) --editable .
+	touch $@
+
+.venv/.train: pyproject.toml | .venv/bin/python
+	@echo "installing moejax and what training needs into .venv"
+	$(PIP) --editable '.[train]'
+	touch $@ .venv/.library
+
+.venv/.test: pyproject.toml | .venv/bin/python
+	@echo "installing moejax, what training needs and what the tests need into .venv"
+	$(PIP) --editable '.[train,test]'
+	touch $@ .venv/.train .venv/.library
+
+.venv/.dev: pyproject.toml | .venv/bin/python
+	@echo "installing moejax and the developers' tools into .venv"
+	$(PIP) --editable '.[train,test,dev]'
+	touch $@ .venv/.test .venv/.train .venv/.library
