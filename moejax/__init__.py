@@ -1,10 +1,12 @@
 """moejax: mixture-of-experts layers for JAX and Flax, sharded by the compiler over any mesh."""
 
+from moejax import linen
 from moejax.axes import AxisRules, make_mesh
 from moejax.config import MoEConfig
 from moejax.layer import MoELayer, RouterState, moe
 from moejax.router import BiasState, Routing, SigmoidBias, Softmax, update_router
 from moejax.stats import RoutingStats
+from moejax.transformer import Transformer, TransformerConfig
 
 __all__ = [
     "AxisRules",
@@ -16,6 +18,9 @@ __all__ = [
     "RoutingStats",
     "SigmoidBias",
     "Softmax",
+    "Transformer",
+    "TransformerConfig",
+    "linen",
     "make_mesh",
     "moe",
     "update_router",

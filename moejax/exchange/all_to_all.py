@@ -21,7 +21,7 @@ def all_to_all(x, plan, experts, wire: Wire):
     with jax.named_scope("moe/experts"):
         rows = checkpoint_name(experts(rows), "moe/experts")
     with jax.named_scope("moe/combine"):
-        return combine(_cross(rows, 1, 0, wire), plan)
+        return combine(checkpoint_name(_cross(rows, 1, 0, wire), "moe/combine"), plan)
 
 
 def _cross(rows, split, concat, wire):

@@ -1,0 +1,50 @@
+"""The same MoE layer for flax.linen models: `init`, `apply`, losses returned in the stats."""
+
+import flax.linen as nn
+from jaxtyping import Array, Bool, Float
+
+from moejax.axes import AxisRules, current_mesh
+from moejax.config import MoEConfig
+from moejax.layer import check_layer, init_param, moe, param_shapes
+from moejax.stats import RoutingStats
+
+
+class MoELayer(nn.Module):
+    """A mixture-of-experts feed-forward layer for flax.linen models.
+
+    Parameters are boxed as `nn.Partitioned` with the mesh axes of the rules on the current mesh, so that
+    `nn.get_partition_spec(variables)` gives their layout for `jit(init, out_shardings=...)`. A router's state is in the
+    collection "router_state"; no forward pass changes it (see `moejax.update_router`).
+
+    Attributes:
+      cfg: the layer.
+      rules: logical axes to mesh axes.
+    """
+
+    cfg: MoEConfig
+    rules: AxisRules = AxisRules()
+
+    @nn.compact
+    def __call__(
+        self, x: Float[Array, "b s d"], valid: Bool[Array, "b s"] | None = None
+    ) -> tuple[Float[Array, "b s d"], RoutingStats]:
+        """Routes each token through its experts.
+
+        Args:
+          x: [batch, seq, d_model].
+          valid: [batch, seq], False for padding: it takes no capacity, adds to no loss, and gets zeros. None: all valid.
+
+        Returns:
+          (y [batch, seq, d_model] in the dtype of x, RoutingStats).
+
+        Raises:
+          ValueError: where the mesh does not divide the layer, or x has another width.
+        """
+        cfg, rules, mesh = self.cfg, self.rules, current_mesh()
+        check_layer(cfg, rules, mesh)
+        params = {
+            name: self.param(name, nn.with_partitioning(init_param, tuple(rules.spec(logical, mesh))), shape, cfg.param_dtype)
+            for name, (shape, logical) in param_shapes(cfg).items()
+        }
+        state = self.variable("router_state", "state", cfg.router_rule.init_state, cfg.num_experts)
+        return moe(params, x, valid, state.value, cfg=cfg, rules=rules)

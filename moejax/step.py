@@ -1,0 +1,222 @@
+"""The train step: pure, so that `train` runs it and `layouts` compiles it for hardware that is not there."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Int
+
+from moejax.axes import AxisRules, current_mesh
+from moejax.layer import RouterState
+from moejax.pytree import pytree
+from moejax.router import BiasState, update_router
+from moejax.stats import RoutingStats, add_microbatches
+from moejax.transformer import Transformer, TransformerConfig
+
+Batch = dict[str, Array]
+Metrics = dict[str, Array]
+
+
+@pytree
+class TrainState:
+    """All that a run carries from step to step.
+
+    Attributes:
+      step: int32, optimizer steps done.
+      params: nested dict of the model's parameters.
+      router: nested dict of the routers' states; empty for routers that keep none.
+      opt_state: the optimizer's.
+    """
+
+    step: Int[Array, ""]
+    params: Any
+    router: Any
+    opt_state: Any
+
+
+def init_state(
+    cfg: TransformerConfig, optimizer: optax.GradientTransformation, key: Array, rules: AxisRules = AxisRules()
+) -> TrainState:
+    """A state at step 0, every array born sharded over the current mesh.
+
+    Args:
+      cfg: the model.
+      optimizer: its state is laid out like the parameters that it belongs to.
+      key: a random key.
+      rules: logical axes to mesh axes.
+
+    Raises:
+      ValueError: where the mesh does not divide the model.
+    """
+    create = _creator(cfg, optimizer, rules)
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(cfg, optimizer, key, rules))
+    return jax.jit(create, out_shardings=shardings)(key)
+
+
+def abstract_state(
+    cfg: TransformerConfig, optimizer: optax.GradientTransformation, key: Array, rules: AxisRules = AxisRules()
+) -> TrainState:
+    """What `init_state` would return, as jax.ShapeDtypeStructs with shardings; runs nothing on a device."""
+    shapes = jax.eval_shape(_creator(cfg, optimizer, rules), key)
+    mesh = jax.sharding.get_mesh()
+    specs = param_specs(cfg, rules)
+    opt_specs = optax.tree.map_params(
+        optimizer, lambda _, spec: spec, shapes.opt_state, specs, transform_non_params=lambda _: P()
+    )
+    specs = TrainState(P(), specs, jax.tree.map(lambda _: P(), shapes.router), opt_specs)
+
+    def place(shape, spec):
+        sharding = None if mesh.empty else NamedSharding(mesh, spec)
+        return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
+
+    return jax.tree.map(place, shapes, specs)
+
+
+def param_specs(cfg: TransformerConfig, rules: AxisRules = AxisRules()) -> Any:
+    """The PartitionSpec of every parameter on the current mesh, nested like `TrainState.params`."""
+    specs = nnx.get_partition_spec(_abstract_model(cfg, rules)[1])
+    return jax.tree.map(lambda spec: spec if isinstance(spec, P) else P(), nnx.to_pure_dict(specs), is_leaf=_is_spec)
+
+
+def make_train_step(
+    cfg: TransformerConfig,
+    optimizer: optax.GradientTransformation,
+    num_microbatches: int = 1,
+    rules: AxisRules = AxisRules(),
+) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
+    """A pure function from (state, batch) to (next state, metrics); jit it with `donate_argnums=0`.
+
+    The loss is the mean cross-entropy over the batch's counted targets plus `RoutingStats.loss`, averaged over
+    micro-batches; cross-entropy and its gradient do not depend on `num_microbatches`. Router states change once a step,
+    from the loads of all micro-batches.
+
+    Args:
+      cfg: the model.
+      optimizer: e.g. clipping by global norm chained with AdamW.
+      num_microbatches: the batch is worked through in this many equal parts, one at a time.
+      rules: logical axes to mesh axes.
+
+    Returns:
+      The function. A batch holds [batch, seq] arrays: tokens, targets, segment_ids (0: padding), positions (int32) and
+      loss_mask (bool: which targets count). Metrics are scalars (loss in nats a target, total_loss, aux_loss, z_loss,
+      grad_norm, num_targets, dropped_fraction, token_straggler), and tokens_per_expert [layers, E] and dropped [layers].
+    """
+    graphdef = _abstract_model(cfg, rules)[0]
+
+    def loss_fn(params, router, part, num_targets):
+        loss_sum, _, stats = _forward(graphdef, params, router, part)
+        loss = loss_sum / num_targets * num_microbatches
+        return loss + (stats.loss(cfg.moe) if stats is not None else 0.0), (loss, stats)
+
+    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        num_targets = jnp.maximum(batch["loss_mask"].sum(), 1)
+
+        def one(grads, part):
+            value_and_grad = jax.value_and_grad(loss_fn, has_aux=True)
+            (total, (loss, stats)), more = value_and_grad(state.params, state.router, part, num_targets)
+            return jax.tree.map(jnp.add, grads, more), (total, loss, stats)
+
+        zeros = jax.tree.map(jnp.zeros_like, state.params)
+        grads, (total, loss, stats) = lax.scan(one, zeros, _split(batch, num_microbatches))
+        grads = jax.tree.map(lambda grad: grad / num_microbatches, grads)
+        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        stats = None if stats is None else add_microbatches(stats)
+        following = TrainState(
+            step=state.step + 1,
+            params=optax.apply_updates(state.params, updates),
+            router=_update_routers(state.router, stats),
+            opt_state=opt_state,
+        )
+        metrics = {"loss": loss.mean(), "total_loss": total.mean(), "grad_norm": optax.global_norm(grads)}
+        return following, {**metrics, "num_targets": batch["loss_mask"].sum(), **_routing_metrics(stats)}
+
+    return train_step
+
+
+def make_eval_step(cfg: TransformerConfig, rules: AxisRules = AxisRules()) -> Callable[[Any, Any, Batch], Metrics]:
+    """A pure function from (params, router, batch) to {"loss_sum": nats, "num_targets": count} of the counted targets."""
+    graphdef = _abstract_model(cfg, rules)[0]
+
+    def eval_step(params, router, batch: Batch) -> Metrics:
+        loss_sum, num_targets, _ = _forward(graphdef, params, router, batch)
+        return {"loss_sum": loss_sum, "num_targets": num_targets}
+
+    return eval_step
+
+
+def make_logits(cfg: TransformerConfig, rules: AxisRules = AxisRules()) -> Callable[[Any, Any, Array], Array]:
+    """A pure function from (params, router, tokens [b, s]) to logits [b, s, V] float32."""
+    graphdef = _abstract_model(cfg, rules)[0]
+    return lambda params, router, tokens: _merge(graphdef, params, router)(tokens)[0]
+
+
+def _forward(graphdef, params, router, batch: Batch) -> tuple[Array, Array, RoutingStats | None]:
+    """The summed cross-entropy of the counted targets, in nats, their number, and the routing stats."""
+    model = _merge(graphdef, params, router)
+    logits, stats = model(batch["tokens"], batch["segment_ids"], batch["positions"])
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"])
+    return jnp.where(batch["loss_mask"], losses, 0).sum(), batch["loss_mask"].sum(), stats
+
+
+def _merge(graphdef, params, router) -> Transformer:
+    return nnx.merge(graphdef, nnx.State(params), nnx.State(router))
+
+
+def _split_model(cfg, rules, key):
+    """(graphdef, parameters, router states) of a new model."""
+    return nnx.split(Transformer(cfg, rules=rules, rngs=nnx.Rngs(params=key)), nnx.Param, RouterState)
+
+
+def _abstract_model(cfg, rules):
+    return jax.eval_shape(lambda key: _split_model(cfg, rules, key), jax.random.key(0))
+
+
+def _creator(cfg, optimizer, rules):
+    def create(key) -> TrainState:
+        params, router = (nnx.to_pure_dict(part) for part in _split_model(cfg, rules, key)[1:])
+        return TrainState(jnp.zeros((), jnp.int32), params, router, optimizer.init(params))
+
+    return create
+
+
+def _split(batch: Batch, num_microbatches: int) -> Batch:
+    """[batch, ...] -> [num_microbatches, batch / num_microbatches, ...], neighbouring rows together."""
+
+    def split(rows):
+        if rows.shape[0] % num_microbatches:
+            legal = [n for n in range(1, rows.shape[0] + 1) if rows.shape[0] % n == 0]
+            raise ValueError(
+                f"num_microbatches={num_microbatches} does not divide the batch of {rows.shape[0]}: "
+                f"legal are {', '.join(map(str, legal))}"
+            )
+        return rows.reshape(num_microbatches, -1, *rows.shape[1:])
+
+    return jax.tree.map(split, batch)
+
+
+def _is_spec(leaf) -> bool:
+    return isinstance(leaf, P) or leaf is None
+
+
+def _update_routers(router, stats: RoutingStats | None):
+    is_state = lambda node: isinstance(node, BiasState)
+    return jax.tree.map(lambda state: update_router(state, stats), router, is_leaf=is_state)
+
+
+def _routing_metrics(stats: RoutingStats | None) -> Metrics:
+    if stats is None:
+        return {}
+    return {
+        "aux_loss": stats.aux_loss.mean(),
+        "z_loss": stats.z_loss.mean(),
+        "dropped_fraction": stats.num_dropped.sum() / jnp.maximum(stats.num_assignments.sum(), 1),
+        "token_straggler": stats.token_straggler.max(),
+        "tokens_per_expert": stats.tokens_per_expert,
+        "dropped": stats.num_dropped,
+    }
