@@ -1,4 +1,4 @@
-"""`python -m benchmarks [NAME ...]`: runs the named benchmarks (default all), prints a table each and writes their JSON."""
+"""`python -m benchmarks [NAME ...]`: runs the named benchmarks (default all), prints a table and writes a JSON each."""
 
 import argparse
 import importlib
@@ -13,16 +13,20 @@ NAMES = ("moe_layer", "memory_tokens", "compile_depth")
 
 def main() -> None:
     """Runs the benchmarks asked for, one after another."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("names", nargs="*", choices=[*NAMES, []], metavar="NAME", help=", ".join(NAMES))
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Side-by-side figures of moejax.")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"default all: {', '.join(NAMES)}")
+    names = parser.parse_args().names or NAMES
+    for name in names:
+        if name not in NAMES:
+            parser.error(f"benchmark {name!r}: legal names are {', '.join(NAMES)}")
     jax.config.update("jax_enable_compilation_cache", False)  # compile times are among the figures
-    for name in parser.parse_args().names or NAMES:
+    for name in names:
         start = time.perf_counter()
         benchmark = importlib.import_module(f"benchmarks.{name}")
         rows = benchmark.run()
         path = harness.write(name, benchmark.AIM, rows)
         print(f"\n{name}  (aim: {benchmark.AIM})\n{harness.table(rows)}")
-        print(f"{path.relative_to(harness.RESULTS.parent.parent)}, {time.perf_counter() - start:.0f} s")
+        print(f"{path.relative_to(harness.ROOT)}, {time.perf_counter() - start:.0f} s")
 
 
 if __name__ == "__main__":

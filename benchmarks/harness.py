@@ -11,15 +11,16 @@ from typing import Any
 
 import jax
 
-RESULTS = Path(__file__).parent / "results"
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
 SCHEMA = 1
 
 
 def interleaved_seconds(runs: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
     """Seconds of each run in each round, after two unmeasured ones.
 
-    A round calls every run once, every other round in reverse order, so that a machine that slows down or heats up meets
-    all of them alike.
+    A round calls every run once, every other round in reverse order, so that a machine that slows down or heats up
+    meets all of them alike.
 
     Args:
       runs: by name, functions that return jax arrays; their work is waited for.

@@ -1,14 +1,14 @@
 """The whole layer against the bare expert products that it cannot do without, at equal FLOPs.
 
-The plain product gets the layer's rows (padding included) already grouped: everything the ratio says above 1 is routing,
+The plain product gets the layer's rows (padding included) already grouped: what the ratio says above 1 is routing,
 moving rows and adding them up. One device, float32. d: model width, f: expert width, k: experts per token.
 """
 
 import jax
 import jax.numpy as jnp
-import moejax
 from flax import nnx
 
+import moejax
 from benchmarks import harness
 
 AIM = "ratio <= 1.3, forward and forward+backward, for 8 and for 64 experts"
