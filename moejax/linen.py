@@ -1,6 +1,7 @@
 """The same MoE layer for flax.linen models: `init`, `apply`, losses returned in the stats."""
 
 import flax.linen as nn
+import jax
 from jaxtyping import Array, Bool, Float
 
 from moejax.axes import AxisRules, current_mesh
@@ -42,9 +43,16 @@ class MoELayer(nn.Module):
         """
         cfg, rules, mesh = self.cfg, self.rules, current_mesh()
         check_layer(cfg, rules, mesh)
-        params = {
-            name: self.param(name, nn.with_partitioning(init_param, tuple(rules.spec(logical, mesh))), shape, cfg.param_dtype)
-            for name, (shape, logical) in param_shapes(cfg).items()
-        }
+        params = {}
+        for name, (shape, logical) in param_shapes(cfg).items():
+            init = nn.with_partitioning(_init, tuple(rules.spec(logical, mesh)))
+            params[name] = self.param(name, init, shape, cfg.param_dtype, rules.spec(logical, mesh))
         state = self.variable("router_state", "state", cfg.router_rule.init_state, cfg.num_experts)
         return moe(params, x, valid, state.value, cfg=cfg, rules=rules)
+
+
+def _init(key, shape, dtype, spec):
+    """On Explicit axes flax asserts that a boxed parameter has its sharding already; on Auto ones it constrains it."""
+    explicit = jax.sharding.AxisType.Explicit in current_mesh().axis_types
+    value = init_param(key, shape, dtype)
+    return jax.sharding.reshard(value, spec) if explicit else value
