@@ -117,7 +117,8 @@ class AxisRules:
         """The layer's axes on `mesh`.
 
         Raises:
-          ValueError: where a mesh axis is named by no rule, or tokens are not sharded over an expert axis.
+          ValueError: where a mesh axis is named by no rule, tokens are not sharded over an expert or embed axis, tokens
+            are sharded over an mlp axis, or an axis serves both experts and embed.
         """
         named = {name for field in dataclasses.fields(self) for name in as_tuple(getattr(self, field.name))}
         for name, size in mesh.shape.items():
@@ -127,13 +128,20 @@ class AxisRules:
                     f"name it in AxisRules (batch, expert, embed, mlp ...), or in AxisRules(replicated=...)"
                 )
         found = {name: self.axes(name, mesh) for name in ("batch", "expert", "embed", "mlp")}
-        for name in found["expert"]:
-            if name not in found["batch"]:
-                raise ValueError(
-                    f"expert axis {name!r}: tokens must be sharded over it too; AxisRules.batch is {self.batch!r}, "
-                    f"legal would be {(*found['batch'], name)!r}"
-                )
+        for logical in ("expert", "embed", "mlp"):
+            for name in found[logical]:
+                self._check_against_batch(logical, name, found)
         return ShardAxes(found["batch"], found["expert"], found["embed"], found["mlp"])
+
+    def _check_against_batch(self, logical: str, name: str, found: dict[str, tuple[str, ...]]) -> None:
+        """Partial sums over an mlp axis add up one token's parts; over the other axes tokens must differ."""
+        batch, have = found["batch"], f"AxisRules.batch is {self.batch!r}, legal would be"
+        if logical == "mlp" and name in batch:
+            raise ValueError(f"mlp axis {name!r}: tokens must not be sharded over it; {have} {_without(batch, name)!r}")
+        if logical != "mlp" and name not in batch:
+            raise ValueError(f"{logical} axis {name!r}: tokens must be sharded over it too; {have} {(*batch, name)!r}")
+        if logical == "embed" and name in found["expert"]:
+            raise ValueError(f"embed axis {name!r}: experts are sharded over it; legal are {_without(batch, name)!r}")
 
 
 def as_tuple(axis: Axis) -> tuple[str, ...]:
@@ -141,6 +149,10 @@ def as_tuple(axis: Axis) -> tuple[str, ...]:
     if axis is None:
         return ()
     return (axis,) if isinstance(axis, str) else tuple(axis)
+
+
+def _without(names: tuple[str, ...], name: str) -> tuple[str, ...]:
+    return tuple(other for other in names if other != name)
 
 
 def _entry(names: tuple[str, ...]) -> Axis:

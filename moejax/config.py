@@ -103,11 +103,11 @@ class MoEConfig:
         _check_capacity_factor(self.capacity_factor)
         if self.num_senders is not None:
             positive("num_senders", self.num_senders)
-        if not isinstance(self.num_shared_experts, int) or self.num_shared_experts < 0:
+        if type(self.num_shared_experts) is not int or self.num_shared_experts < 0:
             raise ValueError(f"num_shared_experts={self.num_shared_experts!r}: needs a whole number of at least 0")
         if isinstance(self.router, str):
             one_of("router", self.router, ROUTERS)
-        elif not isinstance(self.router, Router):
+        elif isinstance(self.router, type) or not isinstance(self.router, Router):
             raise ValueError(f"router={self.router!r}: needs one of {', '.join(ROUTERS)}, or a Router object")
         one_of("capacity", self.capacity, CAPACITIES)
         one_of("drop_by", self.drop_by, DROP_RULES)
@@ -119,9 +119,9 @@ class MoEConfig:
         float_dtype("dtype", self.dtype)
         float_dtype("param_dtype", self.param_dtype)
         for field in ("aux_loss", "z_loss"):
-            if not 0 <= getattr(self, field) < math.inf:
-                raise ValueError(f"{field}={getattr(self, field)!r}: needs a finite weight of at least 0")
-        if self.num_chunks != 1:
+            if not _is_number(weight := getattr(self, field)) or not 0 <= weight < math.inf:
+                raise ValueError(f"{field}={weight!r}: needs a finite weight of at least 0")
+        if type(self.num_chunks) is not int or self.num_chunks != 1:
             raise ValueError(f"num_chunks={self.num_chunks!r}: only 1 is legal")
         if self.rebalance is not None:
             raise ValueError(f"rebalance={self.rebalance!r}: only None is legal")
@@ -129,10 +129,11 @@ class MoEConfig:
     @property
     def codecs(self) -> tuple[str, str]:
         """The codec names, (forward, backward)."""
-        pair = (self.codec, self.codec) if isinstance(self.codec, str) else tuple(self.codec)
-        if len(pair) != 2:
+        if isinstance(self.codec, str):
+            return self.codec, self.codec
+        if not isinstance(self.codec, tuple) or len(self.codec) != 2:
             raise ValueError(f"codec={self.codec!r}: needs a name or a pair (forward, backward)")
-        return pair
+        return self.codec
 
     @property
     def router_rule(self) -> Router:
@@ -150,5 +151,9 @@ class MoEConfig:
 def _check_capacity_factor(factor: object) -> None:
     if factor is None:
         return
-    if isinstance(factor, bool) or not isinstance(factor, int | float) or not 0 < factor < math.inf:
+    if not _is_number(factor) or not 0 < factor < math.inf:
         raise ValueError(f"capacity_factor={factor!r}: needs a finite number above 0, or None to drop nothing")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

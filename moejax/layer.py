@@ -46,8 +46,7 @@ class MoELayer(nnx.Module):
         check_layer(cfg, rules, ax.current_mesh())
         self.cfg, self.rules = cfg, rules
         for name, (shape, logical) in param_shapes(cfg).items():
-            init = lambda key, shape, dtype, name=name: init_param(key, name, shape, dtype)
-            setattr(self, name, born_sharded(init, rngs.params(), shape, cfg.param_dtype, logical, rules))
+            setattr(self, name, born_sharded(init_param, rngs.params(), shape, cfg.param_dtype, logical, rules))
         self.router_state = RouterState(cfg.router_rule.init_state(cfg.num_experts))
 
     def __call__(self, x: Float[Array, "b s d"], valid: Bool[Array, "b s"] | None = None):
@@ -76,7 +75,7 @@ def param_shapes(cfg: MoEConfig) -> dict[str, tuple[tuple[int, ...], tuple[str |
     return found
 
 
-def init_param(key: Array, name: str, shape: tuple[int, ...], dtype: str) -> Array:
+def init_param(key: Array, shape: tuple[int, ...], dtype: str) -> Array:
     """Truncated normal of standard deviation 1/sqrt(fan in); fan in is the second last dimension."""
     return jax.nn.initializers.lecun_normal(batch_axis=tuple(range(len(shape) - 2)))(key, shape, dtype)
 
@@ -117,10 +116,12 @@ def moe(
     axes = check_layer(cfg, rules, mesh)
     if x.ndim != 3 or x.shape[-1] != cfg.d_model:
         raise ValueError(f"x of shape {x.shape}: needs [batch, seq, d_model={cfg.d_model}]")
+    if valid is not None and valid.shape != x.shape[:2]:
+        raise ValueError(f"valid of shape {valid.shape}: needs [batch, seq] of x, {x.shape[:2]}")
     auto = tuple(name for name in axes.all if name not in mesh.manual_axes)
     tokens = tuple(name for name in axes.tokens if name in auto)
     num_senders = cfg.num_senders or ax.mesh_size(mesh, axes.tokens)
-    line = _Line(cfg, axes, num_senders // ax.mesh_size(mesh, axes.tokens), x.shape[1])
+    line = _Line(cfg, axes, num_senders // ax.mesh_size(mesh, axes.tokens), x.shape[1], frozenset(mesh.manual_axes))
     valid = jnp.ones(x.shape[:2], bool) if valid is None else valid
     specs = ({name: _auto_part(rules, logical, auto) for name, (_, logical) in param_shapes(cfg).items()}, P(tokens), P())
     flat = _Flat(ax.mesh_size(mesh, tokens) * line.num_senders, specs[1], _explicit(mesh, auto))
@@ -182,6 +183,7 @@ class _Line:
     axes: ShardAxes
     num_senders: int
     seq: int
+    manual: frozenset[str]
 
     def __call__(self, params: dict[str, Array], x, valid, state):
         cfg, axes = self.cfg, self.axes
@@ -198,16 +200,16 @@ class _Line:
         y = EXCHANGES[cfg.exchange](inside, plan, experts, Wire(axes.expert, cfg.codecs))
         if cfg.num_shared_experts:
             with jax.named_scope("moe/shared"):
-                y += _grouped(params, "shared", cfg, axes)(inside[None])[0]
+                shared = _grouped(params, "shared", cfg, axes)(inside[None])[0]
+                # Zeros already; the mask keeps a padded row's cotangent, whatever it is, out of the weights' gradients.
+                y += jnp.where(valid[:, None], shared, 0)
         y = ax.sum_over(y, axes.mlp).astype(x.dtype)
         return y, self.stats(routing, plan, valid)
 
     def stats(self, routing, plan, valid) -> RoutingStats:
-        cfg, axes, t = self.cfg, self.axes, valid.shape[0]
-        position = ax.axis_index(axes.tokens) * t + jnp.arange(t)
-        num_sequences = -(-t * ax.axis_size(axes.tokens) // self.seq)
+        cfg, axes = self.cfg, self.axes
         aux = load_balance_loss(
-            routing, valid, scope=cfg.loss_scope, axes=axes.tokens, sequence=(position // self.seq, num_sequences)
+            routing, valid, scope=cfg.loss_scope, axes=axes.tokens, sequence=self.sequences(valid.shape[0])
         )
         routed, kept = ax.sum_over((plan.routed, plan.kept), axes.tokens)
         return RoutingStats(
@@ -218,6 +220,14 @@ class _Line:
             num_dropped=routed.sum() - kept.sum(),
             token_straggler=_straggler(plan.kept, axes),
         )
+
+    def sequences(self, t: int) -> tuple[Array, int]:
+        """Each token's sequence over all shards [t], and how many there are: padding ends each manual shard's own."""
+        outer = tuple(name for name in self.axes.tokens if name in self.manual)
+        inner = tuple(name for name in self.axes.tokens if name not in self.manual)
+        count = -(-t * ax.axis_size(inner) // self.seq)
+        position = ax.axis_index(inner) * t + jnp.arange(t)
+        return ax.axis_index(outer) * count + position // self.seq, count * ax.axis_size(outer)
 
 
 def route(x: Float[Array, "t d"], router: Float[Array, "d E"], state: BiasState | None, cfg: MoEConfig):

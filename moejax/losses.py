@@ -3,6 +3,8 @@
 t: tokens on this shard, E: experts, G: groups that a loss counts over.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
@@ -29,11 +31,11 @@ def load_balance_loss(
       valid: [t] which of them count.
       scope: the group: "microbatch" (all shards' tokens), "shard" (this shard's), or "sequence".
       axes: mesh axes that tokens are sharded over.
-      sequence: for scope "sequence", each token's sequence over all shards [t] and the number of sequences.
+      sequence: for scope "sequence", each token's sequence over all shards [t], ascending, and the number of sequences.
     """
-    member = _membership(valid, scope, sequence)  # [G, t]
     pairs = jax.nn.one_hot(routing.expert, routing.probs.shape[-1]).sum(1)  # [t, E]
-    sums = (member @ pairs, member @ routing.probs, member.sum(1))
+    add = functools.partial(_add_up, valid=valid, sequence=sequence if scope == "sequence" else None)
+    sums = (add(pairs), add(routing.probs), add(jnp.ones_like(valid, jnp.float32)))  # [G, E], [G, E], [G]
     share, prob, tokens = sums if scope == "shard" else sum_over(sums, axes)
     some = jnp.maximum(tokens, 1)
     share = jax.lax.stop_gradient(share) / (some * routing.expert.shape[-1])[:, None]
@@ -44,12 +46,14 @@ def load_balance_loss(
     return total / jnp.maximum(groups, 1)
 
 
-def _membership(valid, scope, sequence) -> Float[Array, "G t"]:
-    """Which valid tokens belong to each group, as 0 and 1."""
-    if scope != "sequence":
-        return valid.astype(jnp.float32)[None]
+def _add_up(values: Float[Array, "t *n"], valid: Bool[Array, "t"], sequence) -> Float[Array, "G *n"]:
+    """Sums over each group's valid tokens. Additions, not a product with a 0/1 matrix: that would have G*t entries, and
+    round the probabilities on backends whose default product does."""
+    kept = jnp.where(valid.reshape(-1, *[1] * (values.ndim - 1)), values, 0)
+    if sequence is None:
+        return kept.sum(0)[None]
     index, count = sequence
-    return ((index == jnp.arange(count)[:, None]) & valid).astype(jnp.float32)
+    return jax.ops.segment_sum(kept, index, count, indices_are_sorted=True)
 
 
 def router_z_loss(routing: Routing, valid: Bool[Array, "t"], axes: tuple[str, ...] = ()) -> Float[Array, ""]:

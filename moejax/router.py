@@ -79,10 +79,11 @@ class Softmax:
 
     def __call__(self, logits: Float[Array, "t E"], top_k: int, state: BiasState | None = None) -> Routing:
         """Routes by float32 logits; ties go to the lower expert."""
+        expert = _top_k(logits, top_k)  # by logits: probabilities below the smallest float would all tie
         probs = jax.nn.softmax(logits)
-        expert = _top_k(probs, top_k)
         weight = _pick(probs, expert)
-        return Routing(expert, _normalised(weight) if self.renormalise else weight, logits, probs)
+        weight = weight / weight.sum(-1, keepdims=True) if self.renormalise else weight
+        return Routing(expert, weight, logits, probs)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,11 +110,13 @@ class SigmoidBias:
         """Routes by float32 logits; ties go to the lower expert."""
         if state is None:
             raise ValueError(f"router state={state!r}: SigmoidBias needs a BiasState (see SigmoidBias.init_state)")
-        scores = jax.nn.sigmoid(logits)
-        expert = _top_k(scores + state.bias, top_k)
-        weight = _pick(scores, expert)
-        weight = (_normalised(weight) if self.renormalise else weight) * self.scale
-        return Routing(expert, weight, logits, _normalised(scores))
+        expert = _top_k(jax.nn.sigmoid(logits) + state.bias, top_k)
+        # Scores divided by their sum are a softmax of their logarithms; divided as they are, the gradient overflows
+        # where all logits are below -45 and the squared sum underflows.
+        log_scores = jax.nn.log_sigmoid(logits)
+        picked = _pick(log_scores, expert)
+        weight = jax.nn.softmax(picked) if self.renormalise else jnp.exp(picked)
+        return Routing(expert, weight * self.scale, logits, jax.nn.softmax(log_scores))
 
 
 ROUTERS = {"softmax": Softmax, "sigmoid_bias": SigmoidBias}
@@ -148,9 +151,3 @@ def _pick(scores: Float[Array, "t E"], expert: Int[Array, "t k"]) -> Float[Array
     """scores[i, expert[i, j]], as a masked sum: its backward is one too, where indexing would scatter."""
     experts = jnp.arange(scores.shape[-1], dtype=expert.dtype)
     return jnp.where(expert[:, :, None] == experts, scores[:, None, :], 0).sum(-1)
-
-
-def _normalised(scores: Float[Array, "t n"]) -> Float[Array, "t n"]:
-    """Rows divided by their sum; rows that are all zero (every score underflowed) stay zero, with a finite gradient."""
-    total = scores.sum(-1, keepdims=True)
-    return scores / jnp.where(total > 0, total, 1)
