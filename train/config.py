@@ -1,0 +1,261 @@
+"""TrainConfig: the frozen facts of a run. Impossible ones are refused here and in `check_config`, before any device work."""
+
+import dataclasses
+import math
+
+from jax.sharding import AbstractMesh
+
+from moejax import AxisRules, TransformerConfig
+from moejax import axes as ax
+from moejax.config import positive
+from moejax.transformer import check_model
+from train.errors import InputError
+
+RULES = AxisRules()
+
+
+def _above(name: str, value: float, bound: float) -> None:
+    if not bound < value < math.inf:
+        raise ValueError(f"{name}={value!r}: needs a finite number above {bound}")
+
+
+def _at_least(name: str, value: float, bound: float) -> None:
+    if not bound <= value < math.inf:
+        raise ValueError(f"{name}={value!r}: needs a finite number of at least {bound}")
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshConfig:
+    """Devices along each mesh axis.
+
+    Attributes:
+      data: replicas of the parameters.
+      fsdp: parts that parameters are split into along the model width, gathered before use.
+      expert: parts that the experts are split over.
+      tensor: parts that heads and hidden widths are split into.
+      virtual_devices: on a machine without accelerators, the CPU plays this many devices; 0 leaves jax's own number.
+    """
+
+    data: int = 1
+    fsdp: int = 1
+    expert: int = 1
+    tensor: int = 1
+    virtual_devices: int = 0
+
+    def __post_init__(self):
+        for name in self.sizes:
+            positive(name, getattr(self, name))
+        _at_least("virtual_devices", self.virtual_devices, 0)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Devices by axis, in the order of the mesh."""
+        return {name: getattr(self, name) for name in ("data", "fsdp", "expert", "tensor")}
+
+    @property
+    def num_devices(self) -> int:
+        """Devices in the mesh."""
+        return math.prod(self.sizes.values())
+
+
+@dataclasses.dataclass(frozen=True)
+class DataConfig:
+    """The text and how it is cut.
+
+    Attributes:
+      corpus: "stdlib", the running Python's own standard library sources; files or folders, separated by commas; or
+        "hf:NAME" and "hf:NAME/SUBSET", a Hugging Face data set's train split.
+      tokenizer: "bytes", or the path of a Hugging Face `tokenizers` JSON file.
+      held_out: fraction of the documents, chosen by their hash, that is never trained on.
+      text_column: the column of a Hugging Face data set that holds the text.
+    """
+
+    corpus: str = "stdlib"
+    tokenizer: str = "bytes"
+    held_out: float = 0.02
+    text_column: str = "text"
+
+    def __post_init__(self):
+        if not 0 < self.held_out < 1:
+            raise ValueError(f"held_out={self.held_out!r}: needs a fraction above 0 and below 1")
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW (Loshchilov & Hutter 2019), linear warm-up, cosine decay, clipping by the global norm.
+
+    Attributes:
+      learning_rate: at its peak.
+      warmup_steps: steps from 0 to the peak.
+      final_fraction: what the cosine ends at, as a fraction of the peak.
+      b1: decay of the mean of gradients.
+      b2: decay of the mean of their squares.
+      eps: added to the root of that mean.
+      weight_decay: on matrices only: norms and other vectors are left out.
+      clip_norm: the largest global gradient norm.
+    """
+
+    learning_rate: float = 3e-4
+    warmup_steps: int = 100
+    final_fraction: float = 0.1
+    b1: float = 0.9
+    b2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    clip_norm: float = 1.0
+
+    def __post_init__(self):
+        for name in ("learning_rate", "eps", "clip_norm"):
+            _above(name, getattr(self, name), 0)
+        for name in ("warmup_steps", "weight_decay"):
+            _at_least(name, getattr(self, name), 0)
+        for name in ("b1", "b2", "final_fraction"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name}={getattr(self, name)!r}: needs a number from 0 to 1")
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointConfig:
+    """When to save.
+
+    Attributes:
+      every: steps between checkpoints; the last step is saved too.
+      keep: how many of the newest are kept.
+    """
+
+    every: int = 1000
+    keep: int = 3
+
+    def __post_init__(self):
+        positive("every", self.every)
+        positive("keep", self.keep)
+
+
+@dataclasses.dataclass(frozen=True)
+class EvalConfig:
+    """When and on how much held-out text to evaluate.
+
+    Attributes:
+      every: steps between evaluations; 0 evaluates at the end only.
+      max_bytes: held-out documents are taken whole, in the order of their hashes, as long as they fit in this.
+    """
+
+    every: int = 1000
+    max_bytes: int = 1_000_000
+
+    def __post_init__(self):
+        _at_least("every", self.every, 0)
+        positive("max_bytes", self.max_bytes)
+
+
+@dataclasses.dataclass(frozen=True)
+class AlarmConfig:
+    """What is worth an alarm, besides a loss that is not finite (which always stops the run).
+
+    Attributes:
+      dropped_fraction: dropped (token, expert) pairs over all, of one step, above which it rings.
+      dead_expert_steps: an expert that no token chose for this many steps in a row rings.
+    """
+
+    dropped_fraction: float = 0.5
+    dead_expert_steps: int = 100
+
+    def __post_init__(self):
+        _above("dropped_fraction", self.dropped_fraction, 0)
+        positive("dead_expert_steps", self.dead_expert_steps)
+
+
+@dataclasses.dataclass(frozen=True)
+class SampleConfig:
+    """The text written at the end.
+
+    Attributes:
+      prompt: what it begins with.
+      num_tokens: how many are added; 0 writes none.
+      temperature: of the softmax they are drawn from.
+    """
+
+    prompt: str = "def "
+    num_tokens: int = 0
+    temperature: float = 0.8
+
+    def __post_init__(self):
+        _at_least("num_tokens", self.num_tokens, 0)
+        _above("temperature", self.temperature, 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainConfig:
+    """One run.
+
+    Attributes:
+      model: the model.
+      mesh: the devices it is spread over.
+      data: the text.
+      optimizer: AdamW and its schedule.
+      checkpoint: when to save.
+      eval: when to evaluate.
+      alarms: what to warn of.
+      sample: the text written at the end.
+      steps: optimizer steps in all.
+      global_batch: rows of `seq` tokens in one step, over all devices and micro-batches.
+      seq: tokens in a row.
+      num_microbatches: parts of the batch that are worked through one after the other, their gradients added.
+      seed: of the parameters, the order of the text and the sample.
+      log_every: steps between two lines of metrics.
+      run_dir: folder of checkpoints, metrics and plot; empty for runs/CONFIG.
+      compilation_cache: folder of compiled programs, or "none". JAX_COMPILATION_CACHE_DIR in the environment wins.
+    """
+
+    model: TransformerConfig
+    steps: int
+    global_batch: int
+    seq: int
+    mesh: MeshConfig = MeshConfig()
+    data: DataConfig = DataConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    eval: EvalConfig = EvalConfig()
+    alarms: AlarmConfig = AlarmConfig()
+    sample: SampleConfig = SampleConfig()
+    num_microbatches: int = 1
+    seed: int = 0
+    log_every: int = 10
+    run_dir: str = ""
+    compilation_cache: str = "~/.cache/moejax/xla"
+
+    def __post_init__(self):
+        for name in ("steps", "global_batch", "seq", "num_microbatches", "log_every"):
+            positive(name, getattr(self, name))
+        _at_least("seed", self.seed, 0)
+
+
+def check_config(cfg: TrainConfig) -> None:
+    """Refuses what only the parts together show to be impossible; touches no device.
+
+    Raises:
+      InputError: where a mesh axis does not divide the model or the batch, naming the nearest legal sizes.
+    """
+    mesh = AbstractMesh(tuple(cfg.mesh.sizes.values()), tuple(cfg.mesh.sizes))
+    try:
+        check_model(cfg.model, RULES, mesh)
+        _check_batch(cfg, mesh)
+    except ValueError as error:
+        raise InputError(str(error)) from error
+
+
+def _check_batch(cfg: TrainConfig, mesh: AbstractMesh) -> None:
+    if cfg.global_batch % cfg.num_microbatches:
+        legal = [n for n in range(1, cfg.global_batch + 1) if cfg.global_batch % n == 0]
+        raise InputError(
+            f"num_microbatches={cfg.num_microbatches} does not divide global_batch={cfg.global_batch}: "
+            f"legal are {', '.join(map(str, legal))}"
+        )
+    rows = cfg.global_batch // cfg.num_microbatches
+    ax.check_divides("global_batch / num_microbatches", rows, RULES.axes("batch", mesh), mesh)
+    moe = cfg.model.moe
+    if moe is not None and moe.num_senders is not None and rows * cfg.seq % moe.num_senders:
+        raise InputError(
+            f"model.moe.num_senders={moe.num_senders} does not divide a micro-batch of {rows} x {cfg.seq} tokens: "
+            f"needs a divisor of {rows * cfg.seq}"
+        )
