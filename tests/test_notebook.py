@@ -1,0 +1,65 @@
+"""The notebooks run from top to bottom, use public names only, and are kept without outputs."""
+
+import ast
+import asyncio
+from pathlib import Path
+
+import nbclient
+import nbformat
+import pytest
+
+import moejax
+
+COLAB = Path(__file__).parent.parent / "colab"
+NOTEBOOKS = sorted(COLAB.glob("*.ipynb"))
+
+
+def read(path):
+    return nbformat.read(path, as_version=4)
+
+
+def code(notebook):
+    return "\n".join(cell.source for cell in notebook.cells if cell.cell_type == "code")
+
+
+def test_there_is_one():
+    assert [path.name for path in NOTEBOOKS] == ["quickstart.ipynb"]
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_outputs_are_stripped(path):
+    for cell in read(path).cells:
+        assert not cell.get("outputs")
+        assert cell.get("execution_count") is None
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_uses_public_names_only(path):
+    tree = ast.parse(code(read(path)))
+    imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    sources = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    assert "moejax" in imported
+    assert not {name for name in imported | sources if name.startswith(("moejax.", "train", "layouts"))}
+    used = {
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "moejax"
+    }
+    assert used
+    assert used <= set(moejax.__all__)
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_runs(path, monkeypatch):
+    monkeypatch.delenv("XLA_FLAGS")  # the notebook makes its own virtual devices
+    notebook = read(path)
+    where = {"metadata": {"path": str(path.parent)}}
+    asyncio.run(nbclient.NotebookClient(notebook, timeout=300, resources=where).async_execute())
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    text = "".join(output.text for output in outputs if output.output_type == "stream" and output.name == "stdout")
+    pictures = [output for output in outputs if "image/png" in output.get("data", {})]
+    errors = [float(line.split("error")[1].split()[0]) for line in text.splitlines() if line.startswith("step")]
+    assert "8 devices (cpu), mesh: {'expert': 8}" in text
+    assert "P('expert', None, None)" in text
+    assert errors[-1] < errors[0] / 10
+    assert len(pictures) == 1
