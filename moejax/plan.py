@@ -59,8 +59,8 @@ def make_plan(
     sender = jnp.arange(t, dtype=jnp.int32) // (t // num_senders)
     cell = jnp.where(valid[:, None], routing.expert * num_senders + sender[:, None], num_cells)
     order, by_cell = _order(cell.reshape(-1), routing.weight.reshape(-1), drop_by)
-    start = jnp.searchsorted(by_cell, jnp.arange(num_cells + 1, dtype=jnp.int32), method="compare_all")
-    start = start.astype(jnp.int32)
+    # What searchsorted(method="compare_all") does; that one fails (jax 0.10.2) where the mesh has axes not made manual.
+    start = (by_cell < jnp.arange(num_cells + 1, dtype=jnp.int32)[:, None]).sum(1, dtype=jnp.int32)
     count = jnp.diff(start)
     rank = _inverse(order).reshape(t, k) - start[cell]
     fits = valid[:, None] & (rank < cell_rows)
