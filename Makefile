@@ -1,7 +1,7 @@
 # demo, test, test-full, bench, lint. Each makes .venv by itself; PYTHON chooses the interpreter it is made from.
 PYTHON ?= python3
 BIN := .venv/bin
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 # Compiled programs are kept between runs.
 export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.cache/jax
 export JAX_PERSISTENT_COMPILATION_CACHE_MIN_COMPILE_TIME_SECS ?= 0.2
