@@ -52,7 +52,9 @@ class MoELayer(nn.Module):
 
 
 def _init(key, shape, dtype, spec):
-    """On Explicit axes flax asserts that a boxed parameter has its sharding already; on Auto ones it constrains it."""
-    explicit = jax.sharding.AxisType.Explicit in current_mesh().axis_types
-    value = init_param(key, shape, dtype)
-    return jax.sharding.reshard(value, spec) if explicit else value
+    """Laid out where it is made: flax constrains a boxed parameter only when it is read."""
+    value, mesh = init_param(key, shape, dtype), current_mesh()
+    if mesh.empty:
+        return value
+    explicit = jax.sharding.AxisType.Explicit in mesh.axis_types
+    return jax.sharding.reshard(value, spec) if explicit else jax.lax.with_sharding_constraint(value, spec)

@@ -133,7 +133,7 @@ def make_train_step(
             router=_update_routers(state.router, stats),
             opt_state=opt_state,
         )
-        metrics = {"loss": loss.mean(), "total_loss": total.mean(), "grad_norm": optax.global_norm(grads)}
+        metrics = {"loss": loss.mean(), "total_loss": total.mean(), "grad_norm": optax.tree.norm(grads)}
         return following, {**metrics, "num_targets": batch["loss_mask"].sum(), **_routing_metrics(stats)}
 
     return train_step
