@@ -74,7 +74,12 @@ class Target:
 
     def environment(self) -> dict[str, str]:
         """The variables under which a child process compiles for this target and looks for no device."""
-        found = {"JAX_PLATFORMS": "cpu", "JAX_ENABLE_COMPILATION_CACHE": "false", "XLA_FLAGS": ""}
+        found = {
+            "JAX_PLATFORMS": "cpu",
+            "JAX_ENABLE_COMPILATION_CACHE": "false",
+            "XLA_FLAGS": "",
+            "TF_CPP_MIN_LOG_LEVEL": "1",
+        }
         if self.kind == "cpu":
             found["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={self.shape[0]}"
         if self.kind == "tpu":
@@ -202,9 +207,15 @@ def _run(python: Path, request: str, target: Target, timeout_seconds: float) -> 
     except subprocess.TimeoutExpired as error:
         raise TimeoutError(f"compiling for {target} took longer than {timeout_seconds:g} s") from error
     if done.returncode:
-        last = "\n".join(done.stderr.strip().splitlines()[-4:])
-        raise CompileError(f"compiling for {target} failed (exit {done.returncode}): {last}")
+        raise CompileError(f"compiling for {target} failed (exit {done.returncode}): {_last_words(done.stderr)}")
     return done.stderr
+
+
+def _last_words(messages: str) -> str:
+    """From the last line that names an exception on; the last line where none does (a crash)."""
+    lines = messages.strip().splitlines() or ["no message"]
+    named = [index for index, line in enumerate(lines) if re.match(r"[\w.]+(Error|Exception)\b", line)]
+    return "\n".join(lines[named[-1] if named else -1 :])
 
 
 def _result(found: dict[str, Any], folder: Path, target: Target, messages: str) -> Compiled:
