@@ -1,7 +1,8 @@
 # demo, test, test-full, bench, lint. Each makes .venv by itself; PYTHON chooses the interpreter it is made from.
 PYTHON ?= python3
 BIN := .venv/bin
-PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
+PIP_FLAGS := -qq --disable-pip-version-check
+PIP := $(BIN)/python -m pip install $(PIP_FLAGS)
 # Compiled programs are kept between runs.
 export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.cache/jax
 export JAX_PERSISTENT_COMPILATION_CACHE_MIN_COMPILE_TIME_SECS ?= 0.2
@@ -11,10 +12,10 @@ export JAX_PERSISTENT_COMPILATION_CACHE_MIN_COMPILE_TIME_SECS ?= 0.2
 demo: .venv/.train
 	$(BIN)/python -m train demo
 
-test: .venv/.test
+test: .venv/.test .venv-aot/.aot
 	$(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS)
 
-test-full: .venv/.test
+test-full: .venv/.test .venv-aot/.aot
 	$(BIN)/python -m pytest --hypothesis-profile=full $(PYTEST_ARGS)
 
 bench: .venv/.library
@@ -24,6 +25,13 @@ lint: .venv/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
+
+# Compilers for TPU and GPU, in an environment of their own (1.8 GB). Where they do not install, their tests are skipped.
+.venv-aot/.aot: pyproject.toml
+	@echo "installing ahead-of-time compilers into .venv-aot"
+	@$(PYTHON) -m venv .venv-aot
+	@.venv-aot/bin/python -m pip install -qq --disable-pip-version-check --editable '.[aot]' && touch $@ \
+	  || { rm -rf .venv-aot; echo "no ahead-of-time compilers for this machine: their tests will be skipped"; }
 
 # A stamp a set of extras: an environment is installed once, and again when pyproject.toml changes.
 .venv/bin/python:
@@ -48,3 +56,10 @@ lint: .venv/.dev
 	@echo "installing moejax and the developers' tools into .venv"
 	$(PIP) --editable '.[train,test,dev]'
 	touch $@ .venv/.test .venv/.train .venv/.library
+
+# Compilers for hardware that is not there, used by child processes: see the extra `aot` in pyproject.toml.
+.venv-aot/.aot: pyproject.toml
+	@echo "installing compilers for TPUs and GPUs into .venv-aot"
+	test -x .venv-aot/bin/python || $(PYTHON) -m venv .venv-aot
+	.venv-aot/bin/python -m pip install $(PIP_FLAGS) --editable '.[aot]'
+	touch $@
