@@ -31,7 +31,7 @@ class _Parser(argparse.ArgumentParser):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit code."""
     try:
-        return _main(_parser().parse_args(arguments))
+        return _main(_parser().parse_intermixed_args(arguments))
     except InputError as error:
         print(f"error: {_one_line(error)}", file=sys.stderr)
         return 2

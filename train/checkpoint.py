@@ -1,4 +1,4 @@
-"""Checkpoints: the state, the position in the data and the config, saved while training goes on and checked on the way back.
+"""Checkpoints: state, position in the data and config, saved while training goes on and checked on the way back.
 
 A run folder holds `checkpoints/STEP/` (Orbax), `manifests/STEP.json` (a checksum of each of its files, written when the
 save is complete) and, where a checkpoint was found damaged, `damaged/STEP/`.
@@ -64,7 +64,7 @@ class Checkpoints:
         )
 
     def restore(self, step: int, abstract: TrainState) -> Restored:
-        """Reads the checkpoint of `step` onto the mesh that `abstract` (see `moejax.step.abstract_state`) is laid out on.
+        """Reads a checkpoint onto the mesh that `abstract` (see `moejax.step.abstract_state`) is laid out on.
 
         Raises:
           InputError: where it is another model's, naming the shapes that differ.
@@ -153,7 +153,9 @@ def describe_run(cfg: TrainConfig, digest: str) -> dict[str, Any]:
 
 def _by_name(state: TrainState) -> dict[str, Any]:
     """The leaves by their path: what a checkpoint is made of does not depend on the classes that hold it."""
-    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in jax.tree.leaves_with_path(state)}
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in jax.tree.leaves_with_path(state)
+    }
 
 
 def _shapes(arrays: dict[str, Any]) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""TrainConfig: the frozen facts of a run. Impossible ones are refused here and in `check_config`, before any device work."""
+"""TrainConfig: the frozen facts of a run. Impossible ones are refused here, before any device work."""
 
 import dataclasses
 import math

@@ -1,8 +1,8 @@
 """Rows of tokens, and the pipeline that deals them out.
 
 Documents are laid end to end, each with BOS in front, and the line is cut into rows of `seq` tokens: nothing is padded
-but the end of the last row. Segment ids tell a row's documents apart, so that attention stays within them. The target of
-a document's last token is EOS: every byte and every end of a document is predicted exactly once.
+but the end of the last row. Segment ids tell a row's documents apart, so that attention stays within them. The target
+of a document's last token is EOS: every byte and every end of a document is predicted exactly once.
 """
 
 import dataclasses
@@ -42,7 +42,7 @@ class Rows:
         return -(-len(self.line) // self.seq)
 
     def __getitem__(self, index: int) -> Row:
-        """Row `index`: tokens, targets, segment_ids (1 .., 0 padding), positions, all [seq] int32; loss_mask [seq] bool."""
+        """Row `index`: tokens, targets, segment_ids (1 ..; 0: padding), positions, [seq] int32; loss_mask, [seq] bool."""
         low = index * self.seq
         high = min(low + self.seq, len(self.line))
         size = high - low

@@ -64,17 +64,13 @@ def count_parameters(state: TrainState) -> tuple[int, int]:
 
 
 def _memory_lines(analysis) -> list[str]:
-    parts = [
-        getattr(analysis, f"{name}_size_in_bytes", 0) for name in ("argument", "output", "alias", "temp")
-    ]
+    parts = [getattr(analysis, f"{name}_size_in_bytes", 0) for name in ("argument", "output", "alias", "temp")]
     if not any(parts):
         return ["memory      unverified: the compiler gave no figures"]
     arguments, outputs, alias, temp = parts
     peak = arguments + outputs - alias + temp
-    return [
-        f"memory      {peak:,} bytes on a device: arguments {arguments:,} + outputs {outputs:,} "
-        f"- shared by both {alias:,} + temporary {temp:,}"
-    ]
+    shown = f"arguments {arguments:,} + outputs {outputs:,} - shared by both {alias:,} + temporary {temp:,}"
+    return [f"memory      {peak:,} bytes on a device: {shown}"]
 
 
 def _part_bytes(leaf: jax.ShapeDtypeStruct) -> int:

@@ -13,12 +13,12 @@ from tensorboardX import SummaryWriter
 class MetricsLog:
     """`metrics.jsonl` and `tensorboard/` of a run folder.
 
-    Every line of the file is an object with `schema`, `kind` ("train", "eval", "alarm" or "final"), `step`, and what was
-    measured; losses are in nats per target.
+    Every line of the file is an object with `schema`, `kind` ("train", "eval", "alarm" or "final"), `step`, and what
+    was measured; losses are in nats per target.
     """
 
     def __init__(self, run_dir: Path, start_step: int):
-        """Args: run_dir, the run's folder; start_step, what was logged of later steps is dropped: they are run again."""
+        """Args: run_dir, the run's folder; start_step, later steps' lines are dropped: they are run again."""
         self.path = run_dir / "metrics.jsonl"
         kept = [line for line in read_metrics(self.path) if line["step"] <= start_step]
         self.path.write_text("".join(f"{json.dumps(line)}\n" for line in kept))

@@ -9,7 +9,7 @@ from train.config import TrainConfig
 
 
 def make_schedule(cfg: TrainConfig) -> optax.Schedule:
-    """Learning rate by step: linear from 0 over the warm-up, then a cosine down to `final_fraction` at the last step."""
+    """Learning rate by step: linear from 0 over the warm-up, then a cosine to `final_fraction` at the last step."""
     rate, warmup = cfg.optimizer.learning_rate, cfg.optimizer.warmup_steps
     decay_steps = max(cfg.steps, warmup + 1)
     return optax.warmup_cosine_decay_schedule(0.0, rate, warmup, decay_steps, rate * cfg.optimizer.final_fraction)

@@ -1,6 +1,7 @@
-"""`key=value` on the command line: dotted keys into a nested frozen dataclass, their values checked against its types."""
+"""`key=value` on the command line: dotted keys into a nested dataclass, values checked against its types."""
 
 import ast
+import contextlib
 import dataclasses
 import difflib
 import functools
@@ -97,10 +98,8 @@ def _parse(key: str, text: str, hint: Any) -> Any:
 def _candidates(text: str):
     if text.lower() in _WORDS:
         yield _WORDS[text.lower()]
-    try:
+    with contextlib.suppress(ValueError, SyntaxError):
         yield ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-        pass
     yield text
 
 

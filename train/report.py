@@ -1,4 +1,4 @@
-"""The last lines of a run: held-out bits per byte beside simple models', a sample, the experts' load, where things are."""
+"""The last lines of a run: held-out bits per byte beside simple models', a sample, the experts' load, paths."""
 
 import jax
 import numpy as np
@@ -46,7 +46,7 @@ def report(run: Run, evaluation: dict[str, float]) -> None:
 
 
 def ngram_bits_per_byte(run: Run) -> dict[str, float]:
-    """Held-out bits per byte of byte models of the run's own training text, on the bytes that the run is measured on."""
+    """Held-out bits per byte of byte models of the run's own training text, on the bytes that it is measured on."""
     model = fit_ngrams(byte_symbols(run.text.split.train))
     held_out = byte_symbols(run.text.split.held_out)
     orders = {"bigram": 2, "trigram": 3}

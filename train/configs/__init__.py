@@ -1,4 +1,4 @@
-"""Configs: functions without arguments, in files of their own names. Docstrings state hardware, step time and evidence."""
+"""Configs: functions in files of their own names, whose docstrings state hardware, step time and evidence."""
 
 import difflib
 from collections.abc import Callable

@@ -8,9 +8,9 @@ def olmoe_1b_7b() -> TrainConfig:
     """OLMoE-1B-7B's shape on 64 devices of 80 GB or more; not run at this size yet.
 
     16 layers, 64 experts of width 1024, 8 a token: 6.9 billion parameters, 1.3 billion of them active. Hardware: 64
-    accelerators, experts over the 8 of a node. Step time: not measured. Evidence: sizes, learning rate, batch and tokens
-    (5 trillion) are the paper's; unlike it, QK-norm is over each head and what exceeds the capacity is dropped. Give it
-    your own text and tokenizer: data.corpus=... data.tokenizer=FILE.json.
+    accelerators, experts over the 8 of a node. Step time: not measured. Evidence: sizes, learning rate, batch and
+    tokens (5 trillion) are the paper's; unlike it, QK-norm is over each head and what exceeds the capacity is dropped.
+    Give it your own text and tokenizer: data.corpus=... data.tokenizer=FILE.json.
     """
     moe = MoEConfig(
         d_model=2048, d_ff=1024, num_experts=64, top_k=8, router=Softmax(renormalise=False), capacity_factor=1.25

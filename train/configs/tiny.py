@@ -1,7 +1,15 @@
 """The smallest model that has every part."""
 
 from moejax import MoEConfig, TransformerConfig
-from train.config import AlarmConfig, CheckpointConfig, EvalConfig, MeshConfig, OptimizerConfig, SampleConfig, TrainConfig
+from train.config import (
+    AlarmConfig,
+    CheckpointConfig,
+    EvalConfig,
+    MeshConfig,
+    OptimizerConfig,
+    SampleConfig,
+    TrainConfig,
+)
 
 
 def tiny() -> TrainConfig:
