@@ -45,6 +45,7 @@ def _compile_seconds(depth: int) -> float:
 
     def loss(params, tokens):
         logits, stats = nnx.merge(graph, params, rest)(tokens)
+        assert stats is not None
         return jax.nn.logsumexp(logits, axis=-1).mean() + stats.loss(MOE)
 
     jax.clear_caches()

@@ -39,4 +39,7 @@ def _temp_bytes(num_tokens: int) -> int:
 
     x = jax.ShapeDtypeStruct((1, num_tokens, CFG.d_model), jnp.float32)
     compiled = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(params, x).compile()
-    return compiled.memory_analysis().temp_size_in_bytes
+    memory = compiled.memory_analysis()
+    if memory is None or not memory.temp_size_in_bytes:
+        raise RuntimeError(f"memory_analysis on {jax.default_backend()} is {memory}: this backend does not say")
+    return memory.temp_size_in_bytes

@@ -25,7 +25,7 @@ def test_block_runs(number):
         [sys.executable, "-W", "error", "-c", PYTHON_BLOCKS[number]], cwd=ROOT, env=env, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    for said in re.findall(r"print\(.*#> (.*)", PYTHON_BLOCKS[number]):
+    for said in re.findall(r"print\(.*# prints (.*)", PYTHON_BLOCKS[number]):
         assert said in done.stdout.splitlines()
 
 
