@@ -3,6 +3,7 @@
 from moejax import linen
 from moejax.axes import AxisRules, make_mesh
 from moejax.config import MoEConfig
+from moejax.grouped_matmul import grouped_matmul
 from moejax.layer import MoELayer, RouterState, moe
 from moejax.router import BiasState, Routing, SigmoidBias, Softmax, update_router
 from moejax.stats import RoutingStats
@@ -20,6 +21,7 @@ __all__ = [
     "Softmax",
     "Transformer",
     "TransformerConfig",
+    "grouped_matmul",
     "linen",
     "make_mesh",
     "moe",

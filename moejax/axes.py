@@ -187,13 +187,13 @@ def vary_over(tree, names: Sequence[str]):
     """
 
     def mark(leaf):
-        new = tuple(name for name in names if name not in _varying(leaf))
+        new = tuple(name for name in names if name not in varying(leaf))
         return lax.pcast(leaf, new, to="varying") if new else leaf
 
     return jax.tree.map(mark, tree) if names else tree
 
 
-def _varying(leaf) -> frozenset[str]:
+def varying(leaf) -> frozenset[str]:
     """The manual axes that jax knows the value to differ over. The attribute's name depends on the jax version."""
     kind = jax.typeof(leaf)
     return kind.vma if hasattr(kind, "vma") else kind.manual_axis_type.varying

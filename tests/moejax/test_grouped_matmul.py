@@ -1,0 +1,198 @@
+"""grouped_matmul against a float64 loop over groups: every implementation, forward and both gradients."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moejax import grouped_matmul
+from moejax.kernels.rows import Rows
+
+CAPACITY = 7  # some groups are larger in every load but "even": both ways of "capacity" are walked
+IMPLEMENTATIONS = ("reference", "tiles", "capacity", "ragged_dot")
+# M rows, K, N: nothing that a tile divides; fewer rows than the lowest tile; a tile and one row more.
+SHAPES = {"odd": (37, 5, 11), "few": (3, 8, 4), "over": (65, 16, 24)}
+TOLERANCE = {"float32": 2e-6, "bfloat16": 2e-2}
+
+
+def _sizes(load, num_rows):
+    """Rows of five groups: `tail` leaves rows that belong to none."""
+    return {
+        "even": [num_rows // 5] * 5,
+        "all": [0, 0, num_rows, 0, 0],
+        "one": [1, 0, num_rows - 2, 1, 0],
+        "tail": [num_rows // 3, 0, 1, num_rows // 4, 0],
+        "none": [0] * 5,
+    }[load]
+
+
+def _case(shape, load, dtype, *, indexed=False, scaled=False):
+    """Arguments with poisoned tails, the cotangent poisoned too."""
+    num_rows, k, n = SHAPES[shape]
+    rng = np.random.default_rng(0)
+    sizes = np.asarray(_sizes(load, num_rows), np.int32)
+    draw = lambda *shape: rng.normal(size=shape).astype(np.float32)
+    x, w, dy = draw(num_rows, k), draw(5, k, n) / np.sqrt(k), draw(num_rows, n)
+    index = scale = None
+    if indexed:
+        # Tokens are read several times, some never; one past the end is an empty row.
+        index = rng.integers(0, num_rows // 2 + 1, num_rows).astype(np.int32)
+        x = x[: num_rows // 2]
+    else:
+        x[sizes.sum() :] = np.nan
+    dy[sizes.sum() :] = np.nan
+    if scaled:
+        scale = draw(num_rows)
+        scale[sizes.sum() :] = np.nan
+    cast = lambda a: None if a is None else jnp.asarray(a, dtype if a.dtype.kind == "f" else None)
+    return [cast(a) for a in (x, w, sizes, index, scale, dy)]
+
+
+def _loop(x, w, sizes, index, scale, dy):
+    """(y, dx, dw, dscale) in float64, a group at a time, a row at a time where rows are read by index."""
+    x, w, scale, dy = (None if a is None else np.asarray(a, np.float64) for a in (x, w, scale, dy))
+    index = np.arange(len(dy)) if index is None else np.asarray(index)
+    factor = np.ones(len(dy)) if scale is None else scale
+    y, dx, dw, dscale = np.zeros_like(dy), np.zeros_like(x), np.zeros_like(w), np.zeros(len(dy))
+    row = 0
+    for group, size in enumerate(np.asarray(sizes)):
+        for r in range(row, row + size):
+            if index[r] == len(x):
+                continue
+            plain = x[index[r]] @ w[group]
+            y[r] = factor[r] * plain
+            dx[index[r]] += factor[r] * (w[group] @ dy[r])
+            dw[group] += factor[r] * np.outer(x[index[r]], dy[r])
+            dscale[r] = plain @ dy[r]
+        row += size
+    return y, dx, dw, dscale
+
+
+def _options(implementation):
+    return {"implementation": implementation} | ({"max_group_size": CAPACITY} if implementation == "capacity" else {})
+
+
+def _both(case, **options):
+    """(y, dx, dw, dscale) of grouped_matmul, group sizes traced."""
+    x, w, sizes, index, scale, dy = case
+
+    @jax.jit
+    def run(x, w, sizes, index, scale, dy):
+        call = lambda x, w, scale: grouped_matmul(x, w, sizes, token_index=index, row_scale=scale, **options)
+        y, pull = jax.vjp(call, x, w, scale)
+        return y, *pull(dy.astype(y.dtype))
+
+    return run(*case)
+
+
+def _assert_close(got, want, tolerance):
+    for name, a, b in zip(("y", "dx", "dw", "dscale"), got, want, strict=True):
+        if a is not None:
+            a = np.asarray(a, np.float64)
+            np.testing.assert_array_less(abs(a - b).max(), tolerance * max(1, abs(b).max()), name)
+
+
+def _check(implementation, shape, load, dtype, **kind):
+    case = _case(shape, load, dtype, **kind)
+    got, want = _both(case, **_options(implementation)), _loop(*case)
+    assert got[0].dtype == dtype and got[1].dtype == dtype and got[2].dtype == dtype
+    _assert_close(got, want, TOLERANCE[dtype])
+    assert not np.asarray(got[2], np.float32)[np.asarray(case[2]) == 0].any(), "an empty group's gradient is exactly zero"
+
+
+@pytest.mark.parametrize("load", ["even", "all", "one", "tail", "none"])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_loads(implementation, load):
+    _check(implementation, "odd", load, "float32")
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize(("shape", "kind"), [("few", {}), ("over", {"indexed": True, "scaled": True})])
+def test_shapes(implementation, shape, kind):
+    _check(implementation, shape, "tail", "float32", **kind)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_bfloat16(implementation):
+    _check(implementation, "odd", "one", "bfloat16", indexed=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [{}, {"indexed": True}, {"scaled": True}, {"indexed": True, "scaled": True}])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("load", ["even", "all", "one", "tail", "none"])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_grid(implementation, shape, load, dtype, kind):
+    _check(implementation, shape, load, dtype, **kind)
+
+
+@given(st.lists(st.integers(0, 30), min_size=5, max_size=5), st.integers(0, 60))
+def test_any_sizes(sizes, cut):
+    """Whatever the sizes, rows beyond them included; one compilation for all."""
+    num_rows = 65
+    ends = np.minimum(np.cumsum(sizes), num_rows - cut)
+    sizes = np.diff(ends, prepend=0).astype(np.int32)
+    case = _case("over", "none", "float32", indexed=True, scaled=True)
+    case[2] = jnp.asarray(sizes)
+    case[4], case[5] = jnp.nan_to_num(case[4], nan=0.5), jnp.nan_to_num(case[5], nan=-0.25)
+    _assert_close(_run_any(*case), _loop(*case), 2e-6)
+
+
+@jax.jit
+def _run_any(x, w, sizes, index, scale, dy):
+    call = lambda x, w, scale: grouped_matmul(x, w, sizes, token_index=index, row_scale=scale, implementation="tiles")
+    y, pull = jax.vjp(call, x, w, scale)
+    return y, *pull(dy)
+
+
+def test_inside_shard_map():
+    """Rows differ over shards and weights do not: their gradients add up over the shards."""
+    x, w, sizes, index, scale, dy = _case("odd", "all", "float32", scaled=True)
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    two = lambda a: jnp.concatenate([a, a])
+
+    def loss(x, w, scale):
+        y = grouped_matmul(x, w, sizes, row_scale=scale, implementation="tiles")
+        return jax.lax.psum((y * dy).sum(), "data")
+
+    split = jax.P("data")
+    run = jax.shard_map(jax.grad(loss, argnums=(0, 1, 2)), mesh=mesh, in_specs=(split, jax.P(), split), out_specs=(split, jax.P(), split))
+    dx, dw, dscale = jax.jit(run)(two(x), w, two(scale))
+    _, want_dx, want_dw, want_dscale = _loop(x, w, sizes, index, scale, dy)
+    _assert_close((None, dx, dw, dscale), (None, *map(np.concatenate, ([want_dx] * 2, [2 * want_dw], [want_dscale] * 2))), 2e-6)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"implementation": "tile"}, "did you mean 'tiles'"),
+        ({"group_sizes": jnp.asarray([20, 18, 0, 0, 0])}, "add up to 38: needs at most the 37 rows"),
+        ({"group_sizes": np.asarray([20, -1, 0, 0, 0])}, "has -1 for group 1"),
+        ({"group_sizes": jnp.zeros(5)}, "group_sizes float32"),
+        ({"group_sizes": jnp.zeros(4, jnp.int32)}, r"needs integers of shape \(5,\)"),
+        ({"token_index": jnp.zeros(3)}, "token_index float32"),
+        ({"row_scale": jnp.zeros(3)}, r"row_scale float32\(3,\): needs floating point of shape \(37,\)"),
+        ({"w": jnp.zeros((5, 6, 2))}, r"needs \[M, K\] and \[G, K, N\]"),
+        ({"x": jnp.zeros((37, 5), jnp.int32), "implementation": "tiles"}, "x of dtype int32"),
+        ({"max_group_size": 4, "implementation": "tiles"}, "max_group_size=4 with 'tiles'"),
+        ({"implementation": "capacity"}, "max_group_size=None with 'capacity'"),
+        ({"max_group_size": 0}, "max_group_size=0"),
+    ],
+)
+def test_refuses(change, message):
+    case = {"x": jnp.zeros((37, 5)), "w": jnp.zeros((5, 5, 2)), "group_sizes": jnp.zeros(5, jnp.int32)}
+    with pytest.raises(ValueError, match=message):
+        grouped_matmul(**(case | change))
+
+
+def test_like_ragged_dot():
+    """The same call: positional precision, the result's dtype, integers where only the plain way is asked for."""
+    x, w, sizes = jnp.ones((6, 2), jnp.bfloat16), jnp.ones((2, 2, 3), jnp.bfloat16), jnp.asarray([2, 4])
+    got = grouped_matmul(x, w, sizes, "highest", jnp.float32)
+    assert got.dtype == jnp.float32
+    np.testing.assert_array_equal(got, jax.lax.ragged_dot(x, w, sizes, "highest", jnp.float32))
+    whole = grouped_matmul(x.astype(int), w.astype(int), sizes, implementation="reference")
+    np.testing.assert_array_equal(whole, np.full((6, 3), 2))
