@@ -22,7 +22,8 @@ from moejax.exchange import EXCHANGES, Wire
 from moejax.experts import LOGICAL_AXES, GroupedExperts, expert_shapes
 from moejax.losses import load_balance_loss, router_z_loss
 from moejax.params import born_sharded
-from moejax.plan import make_plan
+from moejax.plan import DispatchPlan, make_plan
+from moejax.pool import PoolPlan, make_pool_plan
 from moejax.router import BiasState
 from moejax.stats import RoutingStats
 
@@ -92,7 +93,28 @@ def check_layer(cfg: MoEConfig, rules: AxisRules, mesh) -> ShardAxes:
     ax.check_divides("d_ff", cfg.d_ff, axes.mlp, mesh)
     if cfg.num_senders is not None:
         ax.check_divides("num_senders", cfg.num_senders, axes.tokens, mesh)
+    if cfg.capacity == "pool":
+        _check_pool(cfg, axes, mesh)
     return axes
+
+
+def _check_pool(cfg: MoEConfig, axes: ShardAxes, mesh) -> None:
+    """A pool's receivers serve n consecutive senders each: those of one expert group on a mesh that has expert axes."""
+    shards = ax.mesh_size(mesh, axes.tokens)
+    n = cfg.num_destinations or ax.mesh_size(mesh, axes.expert)
+    senders = cfg.num_senders or shards
+    if cfg.num_experts % n:
+        raise ValueError(f"num_destinations={n} does not divide num_experts={cfg.num_experts}")
+    if not axes.expert:
+        if senders // shards % n:
+            raise ValueError(f"num_senders={senders} over {shards} token shards: each needs a multiple of {n} destinations")
+        return
+    if n != ax.mesh_size(mesh, axes.expert):
+        raise ValueError(f"num_destinations={n}: the mesh has {ax.mesh_size(mesh, axes.expert)} expert shards")
+    if senders != shards:
+        raise ValueError(f"num_senders={senders}: pools need one sender per token shard, {shards}")
+    if axes.tokens[-len(axes.expert) :] != axes.expert:
+        raise ValueError(f"batch axes {axes.tokens!r}: pools need the expert axes {axes.expert!r} last")
 
 
 def moe(
@@ -130,6 +152,8 @@ def moe(
         y, stats = line(*args)
     else:
         in_specs = (specs[0], specs[1], specs[1], specs[2])
+        # Up to jax 0.12 a nested shard_map cannot hand residuals to its backward: they name the outer, manual axes.
+        line = jax.checkpoint(line) if mesh.manual_axes else line
         run = jax.shard_map(line, in_specs=in_specs, out_specs=(specs[1], specs[2]), axis_names=set(auto))
         y, stats = run(*flat.place(args, in_specs))
     return flat.join(y, x), stats
@@ -190,35 +214,45 @@ class _Line:
         x = jnp.where(valid[:, None], x, 0)
         with jax.named_scope("moe/route"):
             routing = route(x, params["router"], state, cfg)
-            cell_rows = cfg.cell_rows(x.shape[0] // self.num_senders)
-            plan = make_plan(
-                routing, valid, cell_rows=cell_rows, num_senders=self.num_senders, drop_by=cfg.drop_by
-            )
+            plan = self.plan(routing, valid)
         inside = ax.vary_over(x, axes.mlp).astype(cfg.dtype)
         plan = dataclasses.replace(plan, weight=ax.vary_over(plan.weight, axes.mlp))
         experts = _grouped(params, "expert", cfg, axes)
-        y = EXCHANGES[cfg.exchange](inside, plan, experts, Wire(axes.expert, cfg.codecs))
+        exchange = EXCHANGES[cfg.capacity, cfg.exchange]
+        y, num_rows = exchange(inside, plan, experts, Wire(axes.expert, cfg.codecs))
         if cfg.num_shared_experts:
             with jax.named_scope("moe/shared"):
                 shared = _grouped(params, "shared", cfg, axes)(inside[None])[0]
                 # Zeros already; the mask keeps a padded row's cotangent, whatever it is, out of the weights' gradients.
                 y += jnp.where(valid[:, None], shared, 0)
         y = ax.sum_over(y, axes.mlp).astype(x.dtype)
-        return y, self.stats(routing, plan, valid)
+        return y, self.stats(routing, plan, valid, num_rows)
 
-    def stats(self, routing, plan, valid) -> RoutingStats:
+    def plan(self, routing, valid) -> DispatchPlan | PoolPlan:
+        """Who is dropped and where the others go; a PoolPlan has a leading axis of senders."""
+        cfg, tokens = self.cfg, valid.shape[0] // self.num_senders
+        if cfg.capacity == "cell":
+            rows = cfg.cell_rows(tokens)
+            return make_plan(routing, valid, cell_rows=rows, num_senders=self.num_senders, drop_by=cfg.drop_by)
+        rule = cfg.pool_rule(tokens, ax.axis_size(self.axes.expert) if self.axes.expert else None)
+        split = lambda leaf: leaf.reshape(self.num_senders, tokens, *leaf.shape[1:])
+        return jax.vmap(lambda *sender: make_pool_plan(*sender, rule))(*jax.tree.map(split, (routing, valid)))
+
+    def stats(self, routing, plan, valid, num_rows) -> RoutingStats:
         cfg, axes = self.cfg, self.axes
         aux = load_balance_loss(
             routing, valid, scope=cfg.loss_scope, axes=axes.tokens, sequence=self.sequences(valid.shape[0])
         )
-        routed, kept = ax.sum_over((plan.routed, plan.kept), axes.tokens)
+        total = lambda counts: counts.reshape(-1, cfg.num_experts).sum(0)
+        routed, kept, worked = ax.sum_over((total(plan.routed), total(plan.kept), num_rows), axes.tokens)
         return RoutingStats(
             aux_loss=aux,
             z_loss=router_z_loss(routing, valid, axes.tokens),
             tokens_per_expert=routed,
             num_assignments=routed.sum(),
-            num_dropped=routed.sum() - kept.sum(),
-            token_straggler=_straggler(plan.kept, axes),
+            num_dropped=routed.sum() - worked,
+            num_dropped_at_receiver=kept.sum() - worked,
+            token_straggler=_straggler(num_rows, axes.tokens),
         )
 
     def sequences(self, t: int) -> tuple[Array, int]:
@@ -236,14 +270,10 @@ def route(x: Float[Array, "t d"], router: Float[Array, "d E"], state: BiasState 
     return cfg.router_rule(checkpoint_name(logits, "moe/route"), cfg.top_k, state)
 
 
-def _straggler(kept, axes: ShardAxes):
-    """max - mean over devices of the rows that each one's experts take, from this shard's [E] sent counts."""
-    rows = ax.sum_over(kept, axes.expert).reshape(ax.axis_size(axes.expert), -1).sum(1).astype(jnp.float32)
-    groups = tuple(name for name in axes.tokens if name not in axes.expert)
-    most, mean = rows.max(), rows.mean()
-    if groups:
-        most, mean = lax.pmax(most, groups), lax.pmean(mean, groups)
-    return most - mean
+def _straggler(num_rows, axes: tuple[str, ...]):
+    """max - mean over devices of the rows that each one's experts take."""
+    rows = num_rows.astype(jnp.float32)
+    return lax.pmax(rows, axes) - lax.pmean(rows, axes) if axes else jnp.zeros_like(rows)
 
 
 def _grouped(params: dict[str, Array], prefix: str, cfg: MoEConfig, axes: ShardAxes) -> GroupedExperts:
