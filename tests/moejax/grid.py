@@ -88,7 +88,8 @@ def draw(layer: Layer, seed: int, skew: str, padding: str) -> Inputs:
     x[..., 0] = 2.0
     router, favourite = params["router"], rng.integers(cfg.num_experts)
     if skew == "one_expert":
-        router[0, favourite] = 16
+        router /= 16  # gently: weights that all round to 1 would be dropped by the noise of their rounding
+        router[0, favourite] += 2
     if skew == "empty_experts":
         router[0, rng.permutation(cfg.num_experts)[: cfg.num_experts // 2]] = -16
     if skew == "ties":

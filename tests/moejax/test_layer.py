@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from moejax import AxisRules, make_mesh
 from tests.moejax import grid, oracle
 
 drawn = st.tuples(st.integers(0, 2**20), st.sampled_from(grid.SKEWS), st.sampled_from(grid.PADDINGS))
@@ -80,7 +79,11 @@ def _check_reference(layer, inputs):
     cfg, (batch, seq) = layer.cfg, layer.shape
     wide = lambda value: np.asarray(value, np.float64)
     params = {name: wide(value) for name, value in inputs.params.items()}
-    x, dy, valid = wide(inputs.x).reshape(batch * seq, -1), wide(inputs.dy).reshape(batch * seq, -1), inputs.valid.ravel()
+    x, dy, valid = (
+        wide(inputs.x).reshape(batch * seq, -1),
+        wide(inputs.dy).reshape(batch * seq, -1),
+        inputs.valid.ravel(),
+    )
     found = oracle.routes(cfg, params["router"], x, valid, inputs.bias, cfg.num_senders)
     group = np.arange(batch * seq) // seq if cfg.loss_scope == "sequence" else np.zeros(batch * seq, int)
     balance, z = oracle.losses(cfg, x @ params["router"], valid, found, group)

@@ -1,0 +1,86 @@
+"""MoEConfig refuses what cannot be, naming the value and what would be legal, before any device work."""
+
+import dataclasses
+import math
+
+import hypothesis
+import jax
+import pytest
+from hypothesis import strategies as st
+
+from moejax import MoEConfig, SigmoidBias, Softmax
+
+GOOD = {"d_model": 8, "d_ff": 16, "num_experts": 4, "top_k": 2}
+BAD = [
+    ({"d_model": 0}, r"d_model=0: needs a whole number of at least 1"),
+    ({"d_ff": -3}, r"d_ff=-3: needs a whole number of at least 1"),
+    ({"num_experts": 2.0}, r"num_experts=2.0: needs a whole number"),
+    ({"top_k": True}, r"top_k=True: needs a whole number"),
+    ({"top_k": 0}, r"top_k=0: needs a whole number of at least 1"),
+    ({"top_k": 5}, r"top_k=5 exceeds num_experts=4: needs 1 to 4"),
+    ({"router": "softmx"}, r"router='softmx': legal values are 'softmax', 'sigmoid_bias' \(did you mean 'softmax'\?\)"),
+    ({"router": Softmax}, r"router=<class .*Softmax'>: needs one of softmax, sigmoid_bias, or a Router object"),
+    ({"router": 3}, r"router=3: needs one of softmax, sigmoid_bias, or a Router object"),
+    ({"capacity_factor": 0}, r"capacity_factor=0: needs a finite number above 0, or None"),
+    ({"capacity_factor": -1.0}, r"capacity_factor=-1.0: needs a finite number above 0, or None"),
+    ({"capacity_factor": math.nan}, r"capacity_factor=nan: needs a finite number above 0"),
+    ({"capacity_factor": math.inf}, r"capacity_factor=inf: needs a finite number above 0"),
+    ({"capacity_factor": "1.25"}, r"capacity_factor='1.25': needs a finite number above 0"),
+    ({"capacity": "pol"}, r"capacity='pol': legal values are 'cell'"),
+    ({"drop_by": "weigth"}, r"drop_by='weigth': legal values are 'position', 'weight' \(did you mean 'weight'\?\)"),
+    ({"num_senders": 0}, r"num_senders=0: needs a whole number of at least 1"),
+    ({"exchange": "alltoall"}, r"exchange='alltoall': legal values are 'all_to_all', .*did you mean 'all_to_all'\?"),
+    ({"codec": "bf61"}, r"codec='bf61': legal values are 'plain', 'bf16' \(did you mean 'bf16'\?\)"),
+    ({"codec": ("plain", "int3")}, r"codec='int3': legal values are 'plain', 'bf16'"),
+    ({"codec": ("plain",)}, r"codec=\('plain',\): needs a name or a pair \(forward, backward\)"),
+    ({"codec": None}, r"codec=None: needs a name or a pair"),
+    ({"num_chunks": 2}, r"num_chunks=2: only 1 is legal"),
+    ({"activation": "swiglo"}, r"activation='swiglo': legal values are 'swiglu', .*did you mean 'swiglu'\?"),
+    ({"num_shared_experts": -1}, r"num_shared_experts=-1: needs a whole number of at least 0"),
+    ({"num_shared_experts": 1.5}, r"num_shared_experts=1.5: needs a whole number of at least 0"),
+    ({"aux_loss": -0.1}, r"aux_loss=-0.1: needs a finite weight of at least 0"),
+    ({"aux_loss": None}, r"aux_loss=None: needs a finite weight of at least 0"),
+    ({"z_loss": math.inf}, r"z_loss=inf: needs a finite weight of at least 0"),
+    ({"z_loss": "1e-3"}, r"z_loss='1e-3': needs a finite weight of at least 0"),
+    ({"loss_scope": "batch"}, r"loss_scope='batch': legal values are 'sequence', 'shard', 'microbatch'"),
+    ({"dtype": "float8"}, r"dtype='float8': legal values are 'float32', 'bfloat16', 'float16' \(did you mean"),
+    ({"param_dtype": "int32"}, r"param_dtype='int32': legal values are 'float32', 'bfloat16', 'float16'"),
+    ({"rebalance": "feplb"}, r"rebalance='feplb': only None is legal"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), BAD, ids=lambda part: str(part)[:40])
+@pytest.mark.usefixtures("unchecked")
+def test_impossible_values_are_refused(change, message, monkeypatch):
+    monkeypatch.setattr(jax, "devices", lambda *_: pytest.fail("touched devices"))
+    with pytest.raises(ValueError, match=f"^{message}") as caught:
+        MoEConfig(**{**GOOD, **change})
+    assert "\n" not in str(caught.value)
+
+
+def test_a_config_is_a_frozen_key():
+    cfg = MoEConfig(**GOOD, router=SigmoidBias(rate=0.1), codec=("plain", "bf16"))
+    assert {cfg: 1}[dataclasses.replace(cfg)] == 1
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        cfg.top_k = 3
+
+
+def test_names_become_rules_and_pairs():
+    assert MoEConfig(**GOOD).router_rule == Softmax()
+    assert MoEConfig(**GOOD, router="sigmoid_bias").router_rule == SigmoidBias()
+    assert MoEConfig(**GOOD, router=Softmax(renormalise=False)).router_rule == Softmax(renormalise=False)
+    assert MoEConfig(**GOOD, codec="bf16").codecs == ("bf16", "bf16")
+    assert MoEConfig(**GOOD, codec=("plain", "bf16")).codecs == ("plain", "bf16")
+
+
+@hypothesis.given(st.integers(1, 500), st.integers(1, 64), st.data())
+def test_cells_hold_the_even_share_times_the_factor(t, num_experts, data):
+    """In quarters, so that the rule can be said in whole numbers."""
+    k, quarters = data.draw(st.integers(1, num_experts)), data.draw(st.integers(1, 40))
+    cfg = MoEConfig(8, 8, num_experts, k, capacity_factor=quarters / 4)
+    ceiling = -(-quarters * t * k // (4 * num_experts))
+    assert cfg.cell_rows(t) == max(1, min(t, ceiling))
+
+
+def test_cells_without_a_factor_hold_every_token():
+    assert MoEConfig(**GOOD, capacity_factor=None).cell_rows(37) == 37
