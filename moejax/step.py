@@ -60,7 +60,10 @@ def init_state(
 
 
 def abstract_state(
-    cfg: TransformerConfig, optimizer: optax.GradientTransformation, key: Array, rules: AxisRules = AxisRules()
+    cfg: TransformerConfig,
+    optimizer: optax.GradientTransformation,
+    key: Array | jax.ShapeDtypeStruct,
+    rules: AxisRules = AxisRules(),
 ) -> TrainState:
     """What `init_state` would return, as jax.ShapeDtypeStructs with shardings; runs nothing on a device."""
     shapes = jax.eval_shape(_creator(cfg, optimizer, rules), key)
