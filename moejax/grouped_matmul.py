@@ -11,11 +11,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Shaped
+from jaxtyping import Array, Shaped
 
 from moejax import axes as ax
 from moejax.config import one_of, positive
-from moejax.kernels import capacity, ragged, reference, tiles
+from moejax.kernels import capacity, pallas_gpu, pallas_tpu, ragged, reference, tiles
 from moejax.kernels.rows import How, Rows, common, scaled, sum_into, wide
 
 
@@ -30,6 +30,8 @@ class Kernel:
 KERNELS = {
     "tiles": Kernel(tiles.product, tiles.outer),
     "capacity": Kernel(capacity.product, capacity.outer),
+    "pallas_tpu": Kernel(pallas_tpu.product, pallas_tpu.outer),
+    "pallas_gpu": Kernel(pallas_gpu.product, pallas_gpu.outer),
     "ragged_dot": Kernel(ragged.product, ragged.outer),
 }
 IMPLEMENTATIONS = ("reference", *KERNELS)
@@ -46,8 +48,8 @@ def grouped_matmul(
     row_scale: Shaped[Array, "..."] | None = None,
     implementation: str | None = None,
     max_group_size: int | None = None,
-) -> Float[Array, "R N"]:
-    """Rows of x times the weights of their group, the meaning of `jax.lax.ragged_dot`: y[r] = x[r] @ w[g] for r in group g.
+) -> Shaped[Array, "R N"]:
+    """Rows of x times the weights of their group, as `jax.lax.ragged_dot` means it: y[r] = x[r] @ w[g], r in group g.
 
     Rows of group g follow those of group g - 1; rows past the last group give zeros, and whatever they hold (NaN too)
     reaches neither the result nor a gradient. Differentiable in x, w and row_scale; sums are kept in float32, and the
@@ -59,8 +61,8 @@ def grouped_matmul(
       group_sizes: [G] integers, rows of each group; may be traced. They add up to at most R.
       precision: as in `jax.lax.dot_general`.
       preferred_element_type: dtype of the result; None: the wider of x's and w's.
-      token_index: [R] integers: row r reads x[token_index[r]] in place; M for an empty row, which gives zeros. None: R = M,
-        row r reads x[r].
+      token_index: [R] integers: row r reads x[token_index[r]] in place; M for an empty row, which gives zeros. None: R
+        is M, and row r reads x[r].
       row_scale: [R] floating point factors of the result's rows.
       implementation: a name from `IMPLEMENTATIONS`; None chooses by backend and shape (see `choose`).
       max_group_size: for "capacity": rows that each group is padded to. Larger groups take another way, at its price.
@@ -69,8 +71,8 @@ def grouped_matmul(
       [R, N].
 
     Raises:
-      ValueError: for an unknown implementation, shapes that do not fit, dtypes that it does not take, or group sizes that
-        exceed R (where they are not traced).
+      ValueError: for an unknown implementation, shapes that do not fit, dtypes that it does not take, or group
+        sizes that exceed R (where they are not traced).
       NotImplementedError: where the named implementation cannot serve the case.
     """
     _check(x, w, group_sizes, token_index, row_scale)
@@ -124,7 +126,7 @@ _product.defvjp(_product_fwd, _product_bwd)
 
 
 def _alike(tree):
-    """All of it marked as varying over the manual mesh axes that any of it varies over; that is where gradients add up."""
+    """All of it marked as varying over the manual mesh axes that any of it does; there gradients add up."""
     names = frozenset().union(*(ax.varying(leaf) for leaf in jax.tree.leaves(tree)))
     return ax.vary_over(tree, sorted(names))
 
@@ -132,7 +134,9 @@ def _alike(tree):
 def _check(x, w, group_sizes, token_index, row_scale):
     """Raises ValueError unless shapes and kinds fit together."""
     if x.ndim != 2 or w.ndim != 3 or x.shape[1] != w.shape[1] or not w.shape[0]:
-        raise ValueError(f"x of shape {x.shape} and w of shape {w.shape}: needs [M, K] and [G, K, N] with G of at least 1")
+        raise ValueError(
+            f"x of shape {x.shape} and w of shape {w.shape}: needs [M, K] and [G, K, N] with G of at least 1"
+        )
     if group_sizes.shape != w.shape[:1] or not jnp.issubdtype(group_sizes.dtype, jnp.integer):
         raise ValueError(f"group_sizes {group_sizes.dtype}{group_sizes.shape}: needs integers of shape {w.shape[:1]}")
     if token_index is not None and (token_index.ndim != 1 or not jnp.issubdtype(token_index.dtype, jnp.integer)):
@@ -159,6 +163,8 @@ def _check_options(name, x, w, max_group_size):
         if name != "reference" and not jnp.issubdtype(dtype, jnp.floating):
             raise ValueError(f"{label} of dtype {dtype}: {name!r} needs floating point; 'reference' takes any dtype")
     if (max_group_size is None) == (name == "capacity"):
-        raise ValueError(f"max_group_size={max_group_size!r} with {name!r}: 'capacity' needs it, and nothing else takes it")
+        raise ValueError(
+            f"max_group_size={max_group_size!r} with {name!r}: 'capacity' needs it, and nothing else takes it"
+        )
     if max_group_size is not None:
         positive("max_group_size", max_group_size)

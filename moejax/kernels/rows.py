@@ -86,6 +86,11 @@ def zeros(shape: tuple[int, ...], dtype: Any, like: Array) -> Array:
     return ax.vary_over(jnp.zeros(shape, dtype), sorted(ax.varying(like)))
 
 
+def shape_like(shape: tuple[int, ...], dtype: Any, like: Array) -> jax.ShapeDtypeStruct:
+    """The shape of a kernel's result: as different over manual mesh axes as `like`, which it is made from."""
+    return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=jax.typeof(like).manual_axis_type)
+
+
 def scaled(rows: Shaped[Array, "R n"], scale: Float[Array, "R"] | None) -> Shaped[Array, "R n"]:
     """Rows times their factors, in their own dtype; the rows themselves for None."""
     if scale is None:
