@@ -1,7 +1,7 @@
 """The layers that the tests of sharded paths run: a dozen configurations and shapes, each compiled once.
 
-Inputs are multiples of 1/64, so that every logit is exact in float32 whatever the order of its additions: routing is then
-bit-equal on all paths, and where it is not, that is a bug and no rounding.
+Inputs are multiples of 1/64, so that every logit is exact in float32 whatever the order of its additions: routing is
+then bit-equal on all paths, and where it is not, that is a bug and no rounding.
 """
 
 import dataclasses

@@ -68,8 +68,7 @@ REFUSED = [
     (
         AxisRules(batch="data"),
         {"data": 2, "expert": 4},
-        r"expert axis 'expert': tokens must be sharded over it too; AxisRules.batch is 'data', "
-        r"legal would be \('data', 'expert'\)",
+        r"expert axis 'expert': tokens must be sharded over it too; .* legal would be \('data', 'expert'\)",
     ),
     (
         AxisRules(batch=("data", "expert")),
@@ -96,8 +95,7 @@ def test_rules_that_would_compute_something_else_are_refused(rules, sizes, messa
 
 
 INDIVISIBLE = [
-    ({"num_experts": 6}, {"expert": 4}, r"num_experts=6 is not divisible by mesh axis expert of 4 devices: "
-     r"nearest num_experts 4 or 8, or an axis of 1, 2, 3, 6 devices"),
+    ({"num_experts": 6}, {"expert": 4}, r"num_experts=6 is .* mesh axis expert of 4 .* 4 or 8, .* 1, 2, 3, 6 devices"),
     ({"d_model": 9}, {"fsdp": 2}, r"d_model=9 is not divisible by mesh axis fsdp of 2 .* nearest d_model 8 or 10"),
     ({"d_ff": 3}, {"tensor": 4}, r"d_ff=3 is not divisible by mesh axis tensor of 4 devices: nearest d_ff 4,"),
     ({"num_senders": 6}, {"data": 2, "expert": 2}, r"num_senders=6 is not divisible by mesh axis data\+expert of 4"),

@@ -95,7 +95,7 @@ def _temp_bytes(cfg, seq):
 
 @pytest.mark.parametrize("scope", ["microbatch", "sequence"])
 def test_memory_is_linear_in_tokens(scope):
-    """Four times the tokens, four times the temporaries; the per-sequence loss grows with 16 times more sequences too."""
+    """Four times the tokens, four times the temporaries: with four times the sequences too."""
     cfg = MoEConfig(16, 32, 8, 2, dtype="float32", loss_scope=scope)
     small, large = _temp_bytes(cfg, 1024), _temp_bytes(cfg, 4096)
     assert 3 < large / small < 4.5
@@ -124,7 +124,7 @@ def test_stages_carry_their_names():
 
 
 def test_remat_policies_find_the_checkpoint_names():
-    """A policy that saves a stage computes its products once: 1 of the router, 3 of the experts, in 12 with backward."""
+    """A policy that saves a stage does not compute the product before it again."""
 
     def products(*names):
         def loss(params, x):

@@ -1,4 +1,4 @@
-"""dispatch and combine against loops; their hand-written backwards against jax's own of the same thing said with scatters."""
+"""dispatch and combine, and their hand-written backwards, against the same said with scatters and left to jax."""
 
 import jax
 import jax.numpy as jnp

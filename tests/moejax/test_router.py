@@ -135,7 +135,7 @@ def test_update_raises_the_bias_of_starved_experts(loads):
 
 def test_updates_balance_a_skewed_router():
     """Tokens that all prefer expert 0 are spread evenly after a few hundred updates."""
-    logits = jnp.asarray(np.random.default_rng(0).normal(size=(256, 4)) + [1.5, 0, 0, 0], jnp.float32)
+    logits = jnp.asarray(np.random.default_rng(0).normal(size=(256, 4)) + 1.5 * np.eye(4)[0], jnp.float32)
     router = SigmoidBias(rate=1e-2)
 
     def update(state, _):
