@@ -4,6 +4,7 @@ An exchange moves whole rows and adds nothing up, so a codec may encode each row
 rows cross as integers: backends that widen small floats in a collective (XLA:CPU carries bf16 as f32) cannot then.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Protocol
@@ -27,6 +28,10 @@ class Codec(Protocol):
         """The rows again, in `dtype`."""
         ...
 
+    def row_bytes(self, width: int, dtype: jnp.dtype) -> int:
+        """Bytes that travel for one row of `width` numbers of `dtype`."""
+        ...
+
 
 class Plain:
     """Rows as they are: exact."""
@@ -38,6 +43,10 @@ class Plain:
     def decode(self, wire: tuple[Array, ...], dtype: jnp.dtype) -> Array:
         """The rows."""
         return wire[0].astype(dtype)
+
+    def row_bytes(self, width: int, dtype: jnp.dtype) -> int:
+        """As many as in memory."""
+        return width * jnp.dtype(dtype).itemsize
 
 
 class Bfloat16:
@@ -51,8 +60,68 @@ class Bfloat16:
         """The rounded rows."""
         return lax.bitcast_convert_type(wire[0], jnp.bfloat16).astype(dtype)
 
+    def row_bytes(self, width: int, dtype: jnp.dtype) -> int:
+        """Two a number."""
+        return 2 * width
 
-CODECS: dict[str, Codec] = {"plain": Plain(), "bf16": Bfloat16()}
+
+class Int8:
+    """Whole multiples of a step per row, its largest magnitude / 127: error at most half a step, max|row| / 254, each."""
+
+    def encode(self, rows: Array) -> tuple[Array, ...]:
+        """int8 [..., d] and the float32 steps [..., 1]."""
+        step = _scale(rows, 127)
+        return jnp.round(rows.astype(jnp.float32) / step).astype(jnp.int8), step
+
+    def decode(self, wire: tuple[Array, ...], dtype: jnp.dtype) -> Array:
+        """The multiples times the steps."""
+        return (wire[0].astype(jnp.float32) * wire[1]).astype(dtype)
+
+    def row_bytes(self, width: int, dtype: jnp.dtype) -> int:
+        """One a number and four for the step."""
+        return width + 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Float8:
+    """8-bit floats of rows scaled to the format's largest number, per row.
+
+    e4m3 (4 exponent, 3 mantissa bits): error at most 2**-4 of each number plus 2**-19 of the row's largest; e5m2: 2**-3,
+    and 2**-32 of the largest.
+
+    Attributes:
+      format: jnp.float8_e4m3fn or jnp.float8_e5m2.
+    """
+
+    format: jnp.dtype
+
+    def encode(self, rows: Array) -> tuple[Array, ...]:
+        """The bits, uint8 [..., d], and the float32 scales [..., 1]."""
+        scale = _scale(rows, float(jnp.finfo(self.format).max))
+        return lax.bitcast_convert_type((rows.astype(jnp.float32) / scale).astype(self.format), jnp.uint8), scale
+
+    def decode(self, wire: tuple[Array, ...], dtype: jnp.dtype) -> Array:
+        """The 8-bit floats times the scales."""
+        return (lax.bitcast_convert_type(wire[0], self.format).astype(jnp.float32) * wire[1]).astype(dtype)
+
+    def row_bytes(self, width: int, dtype: jnp.dtype) -> int:
+        """One a number and four for the scale."""
+        return width + 4
+
+
+def _scale(rows, largest):
+    """[..., 1] float32: the row's largest magnitude over the format's; 1 for a row of zeros."""
+    most = jnp.abs(rows).max(-1, keepdims=True).astype(jnp.float32)
+    return jnp.where(most == 0, 1, most / largest)
+
+
+# Forward, backward: gradients have a wider range, so that fp8 gives them an exponent bit more.
+CODECS: dict[str, tuple[Codec, Codec]] = {
+    "plain": (Plain(), Plain()),
+    "bf16": (Bfloat16(), Bfloat16()),
+    "int8": (Int8(), Int8()),
+    "fp8": (Float8(jnp.float8_e4m3fn), Float8(jnp.float8_e5m2)),
+}
 
 
 def carry(rows: Array, there: Transport, back: Transport, codecs: tuple[str, str]) -> Array:
@@ -67,18 +136,17 @@ def carry(rows: Array, there: Transport, back: Transport, codecs: tuple[str, str
     return there(rows) if codecs == ("plain", "plain") else _carry(rows, there, back, codecs)
 
 
-def _through(rows: Array, transport: Transport, name: str) -> Array:
-    codec = CODECS[name]
+def _through(rows: Array, transport: Transport, codec: Codec) -> Array:
     return codec.decode(tuple(transport(part) for part in codec.encode(rows)), rows.dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
 def _carry(rows, there, back, codecs):
-    return _through(rows, there, codecs[0])
+    return _through(rows, there, CODECS[codecs[0]][0])
 
 
 def _carry_bwd(there, back, codecs, _, cotangent):
-    return (_through(cotangent, back, codecs[1]),)
+    return (_through(cotangent, back, CODECS[codecs[1]][1]),)
 
 
-_carry.defvjp(lambda rows, there, back, codecs: (_through(rows, there, codecs[0]), None), _carry_bwd)
+_carry.defvjp(lambda rows, there, back, codecs: (_carry(rows, there, back, codecs), None), _carry_bwd)

@@ -7,13 +7,15 @@ from collections.abc import Iterable
 
 import jax.numpy as jnp
 
+from moejax.codec import CODECS
+from moejax.pool import PoolRule, level_caps, level_loads
 from moejax.router import ROUTERS, Router
 
 ACTIVATIONS = ("swiglu", "geglu", "gelu", "relu2")
 LOSS_SCOPES = ("sequence", "shard", "microbatch")
-EXCHANGES = ("all_to_all", "all_gather")
-CODECS = ("plain", "bf16")
-CAPACITIES = ("cell",)
+EXCHANGES = ("all_to_all", "hierarchical", "all_gather", "weight_stream", "auto")
+CHUNKED = ("all_to_all", "hierarchical")
+CAPACITIES = ("cell", "pool")
 DROP_RULES = ("position", "weight")
 
 
@@ -55,12 +57,22 @@ class MoEConfig:
       router: a name from `moejax.router.ROUTERS` or a router object such as `Softmax(renormalise=False)`.
       capacity_factor: each (sender, expert) takes ceil(capacity_factor * tokens * top_k / num_experts) tokens and drops
         the rest; None drops nothing (cells as long as the sender's tokens).
-      capacity: "cell", a capacity per (sender, expert).
+      capacity: "cell", a capacity per (sender, expert), or "pool", one per (sender, destination device), where each token
+        travels once per destination (see `moejax.pool`) and the destination's work has a bound of its own:
+        ceil(capacity_factor * tokens * top_k) rows.
       drop_by: "position" keeps the sender's earliest tokens, "weight" those with the largest routing weight.
       num_senders: how many senders share the batch, a multiple of the mesh's token shards; None: one per token shard.
-      exchange: how rows cross the expert axis, "all_to_all" or "all_gather".
-      codec: how they travel, "plain" or "bf16", or a pair (forward, backward).
-      num_chunks: 1; exchanges are not split yet.
+      num_destinations: for pools, devices that the experts are divided over; None: the mesh's expert shards. A reference
+        without expert axes sets it to drop the tokens that a mesh with that many would drop.
+      level_loads: for pools, the expected share of a sender's tokens by level on one destination (see
+        `moejax.pool.measured_level_loads`); None: that of uniform routing.
+      exchange: how rows cross the expert axis: "all_to_all"; for cells also "hierarchical" (two expert axes, slow and
+        fast), "all_gather" or "weight_stream" (tokens stay, weights go round); "auto" takes the one that moves the fewest
+        bytes (`moejax.exchange.choose_exchange`). All give one answer.
+      codec: how they travel, "plain", "bf16", "int8" or "fp8" (see `moejax.codec` for their errors), or a pair
+        (forward, backward).
+      num_chunks: cells cross in this many parts ("all_to_all", "hierarchical"), so that the experts of one part can work
+        while the next one crosses; divides the tokens of a shard.
       activation: "swiglu" and "geglu" (gated), "gelu", "relu2" (squared ReLU, ungated).
       num_shared_experts: experts of width d_ff that every token goes through, besides the routed ones.
       aux_loss: weight of the load-balance loss in `RoutingStats.loss`.
@@ -83,6 +95,8 @@ class MoEConfig:
     capacity: str = "cell"
     drop_by: str = "position"
     num_senders: int | None = None
+    num_destinations: int | None = None
+    level_loads: tuple[float, ...] | None = None
     exchange: str = "all_to_all"
     codec: str | tuple[str, str] = "plain"
     num_chunks: int = 1
@@ -101,8 +115,9 @@ class MoEConfig:
         if self.top_k > self.num_experts:
             raise ValueError(f"top_k={self.top_k} exceeds num_experts={self.num_experts}: needs 1 to {self.num_experts}")
         _check_capacity_factor(self.capacity_factor)
-        if self.num_senders is not None:
-            positive("num_senders", self.num_senders)
+        for field in ("num_senders", "num_destinations"):
+            if getattr(self, field) is not None:
+                positive(field, getattr(self, field))
         if type(self.num_shared_experts) is not int or self.num_shared_experts < 0:
             raise ValueError(f"num_shared_experts={self.num_shared_experts!r}: needs a whole number of at least 0")
         if isinstance(self.router, str):
@@ -112,6 +127,7 @@ class MoEConfig:
         one_of("capacity", self.capacity, CAPACITIES)
         one_of("drop_by", self.drop_by, DROP_RULES)
         one_of("exchange", self.exchange, EXCHANGES)
+        self._check_pool()
         for name in self.codecs:
             one_of("codec", name, CODECS)
         one_of("activation", self.activation, ACTIVATIONS)
@@ -121,10 +137,24 @@ class MoEConfig:
         for field in ("aux_loss", "z_loss"):
             if not _is_number(weight := getattr(self, field)) or not 0 <= weight < math.inf:
                 raise ValueError(f"{field}={weight!r}: needs a finite weight of at least 0")
-        if type(self.num_chunks) is not int or self.num_chunks != 1:
-            raise ValueError(f"num_chunks={self.num_chunks!r}: only 1 is legal")
+        positive("num_chunks", self.num_chunks)
+        if self.num_chunks > 1 and (self.exchange not in CHUNKED or self.capacity != "cell"):
+            raise ValueError(
+                f"num_chunks={self.num_chunks}: exchange={self.exchange!r} with capacity={self.capacity!r} crosses whole; "
+                f"legal is 1, or capacity='cell' with one of {', '.join(CHUNKED)}"
+            )
         if self.rebalance is not None:
             raise ValueError(f"rebalance={self.rebalance!r}: only None is legal")
+
+    def _check_pool(self):
+        if self.capacity == "pool":
+            one_of("exchange of pools", self.exchange, ("all_to_all", "auto"))
+        for field in ("num_destinations", "level_loads"):
+            if self.capacity == "cell" and getattr(self, field) is not None:
+                raise ValueError(f"{field}={getattr(self, field)!r}: needs capacity='pool', not {self.capacity!r}")
+        loads = self.level_loads
+        if loads is not None and not (loads and all(1 >= a >= b > 0 for a, b in zip(loads, loads[1:] + loads[-1:]))):
+            raise ValueError(f"level_loads={loads!r}: needs shares of tokens above 0 and at most 1 that do not increase")
 
     @property
     def codecs(self) -> tuple[str, str]:
@@ -146,6 +176,23 @@ class MoEConfig:
             return num_tokens
         even = self.capacity_factor * num_tokens * self.top_k / self.num_experts
         return max(1, min(num_tokens, math.ceil(even)))
+
+
+    def pool_rule(self, num_tokens: int, num_destinations: int | None) -> PoolRule:
+        """The capacities of pools for a sender of `num_tokens` tokens.
+
+        Args:
+          num_tokens: t, of one sender.
+          num_destinations: the mesh's expert shards; None without expert axes.
+        """
+        n = num_destinations or self.num_destinations or 1
+        loads = self.level_loads or level_loads(self.num_experts, n, self.top_k)
+        depth = min(self.top_k, self.num_experts // n)
+        if len(loads) != depth:
+            raise ValueError(f"level_loads={loads!r}: needs {depth} shares, one per level on one of {n} destinations")
+        factor = self.capacity_factor
+        max_rows = None if factor is None else math.ceil(factor * num_tokens * self.top_k)
+        return PoolRule(level_caps(num_tokens, loads, factor), max_rows, n, self.drop_by)
 
 
 def _check_capacity_factor(factor: object) -> None:

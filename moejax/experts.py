@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from moejax.grouped_matmul import grouped_matmul
 from moejax.pytree import pytree
 
 
@@ -47,6 +48,24 @@ class GroupedExperts:
         hidden = _product(rows, self.up)
         hidden = act(hidden) if self.gate is None else act(_product(rows, self.gate)) * hidden
         return _product(hidden, self.down)
+
+    def flat(self, rows, group_sizes, row_weight) -> Float[Array, "R d"]:
+        """The same for rows of all experts in one array, each multiplied by its weight.
+
+        Args:
+          rows: [R, d], grouped by expert, empty rows last.
+          group_sizes: [e] int32, rows of each expert.
+          row_weight: [R] float32; applied to the hidden row, so that no output need be kept for its gradient.
+        """
+        act = NONLINEARITY[self.activation]
+        hidden = grouped_matmul(rows, self.up, group_sizes)
+        hidden = act(hidden) if self.gate is None else act(grouped_matmul(rows, self.gate, group_sizes)) * hidden
+        return grouped_matmul(hidden * row_weight[:, None].astype(hidden.dtype), self.down, group_sizes)
+
+    @property
+    def num_experts(self) -> int:
+        """e, how many there are."""
+        return self.up.shape[0]
 
     def map(self, change) -> "GroupedExperts":
         """The experts with change(name, weights) for each of up, down and gate."""

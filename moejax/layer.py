@@ -5,6 +5,7 @@ E: experts in the layer, e: experts on this shard.
 """
 
 import dataclasses
+import logging
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,7 @@ from moejax import axes as ax
 from moejax.axes import AxisRules, ShardAxes
 from moejax.config import MoEConfig
 from moejax.exchange import EXCHANGES, Wire
+from moejax.exchange.choose import choose_exchange
 from moejax.experts import LOGICAL_AXES, GroupedExperts, expert_shapes
 from moejax.losses import load_balance_loss, router_z_loss
 from moejax.params import born_sharded
@@ -26,6 +28,8 @@ from moejax.plan import DispatchPlan, make_plan
 from moejax.pool import PoolPlan, make_pool_plan
 from moejax.router import BiasState
 from moejax.stats import RoutingStats
+
+logger = logging.getLogger(__name__)
 
 
 class RouterState(nnx.Variable):
@@ -95,6 +99,8 @@ def check_layer(cfg: MoEConfig, rules: AxisRules, mesh) -> ShardAxes:
         ax.check_divides("num_senders", cfg.num_senders, axes.tokens, mesh)
     if cfg.capacity == "pool":
         _check_pool(cfg, axes, mesh)
+    if cfg.exchange == "hierarchical" and len(axes.expert) not in (0, 2):
+        raise ValueError(f"exchange='hierarchical': needs two expert axes (slow, fast), the rules give {axes.expert!r}")
     return axes
 
 
@@ -218,8 +224,8 @@ class _Line:
         inside = ax.vary_over(x, axes.mlp).astype(cfg.dtype)
         plan = dataclasses.replace(plan, weight=ax.vary_over(plan.weight, axes.mlp))
         experts = _grouped(params, "expert", cfg, axes)
-        exchange = EXCHANGES[cfg.capacity, cfg.exchange]
-        y, num_rows = exchange(inside, plan, experts, Wire(axes.expert, cfg.codecs))
+        exchange = EXCHANGES[cfg.capacity, self.exchange(x.shape[0])]
+        y, num_rows = exchange(inside, plan, experts, Wire(axes.expert, cfg.codecs, cfg.num_chunks))
         if cfg.num_shared_experts:
             with jax.named_scope("moe/shared"):
                 shared = _grouped(params, "shared", cfg, axes)(inside[None])[0]
@@ -227,6 +233,21 @@ class _Line:
                 y += jnp.where(valid[:, None], shared, 0)
         y = ax.sum_over(y, axes.mlp).astype(x.dtype)
         return y, self.stats(routing, plan, valid, num_rows)
+
+    def exchange(self, num_tokens: int) -> str:
+        """The name of the exchange; `auto` is resolved here and says why in the log."""
+        cfg = self.cfg
+        if num_tokens % cfg.num_chunks:
+            legal = [n for n in range(1, num_tokens + 1) if num_tokens % n == 0]
+            raise ValueError(
+                f"num_chunks={cfg.num_chunks} does not divide the {num_tokens} tokens of a shard: "
+                f"legal are {', '.join(map(str, legal))}"
+            )
+        if cfg.exchange != "auto":
+            return cfg.exchange
+        choice = choose_exchange(cfg, num_tokens, self.num_senders, ax.axis_size(self.axes.expert))
+        logger.info("%s", choice)
+        return choice.name
 
     def plan(self, routing, valid) -> DispatchPlan | PoolPlan:
         """Who is dropped and where the others go; a PoolPlan has a leading axis of senders."""

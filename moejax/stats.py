@@ -20,8 +20,9 @@ class RoutingStats:
       z_loss: float32, the router z-loss, not yet weighted.
       tokens_per_expert: [E] int32, pairs of valid tokens that chose each expert, before drops.
       num_assignments: int32, their sum: valid tokens x top_k.
-      num_dropped: int32, those that found no room.
-      token_straggler: float32, rows on the fullest expert device over the mean of all (max - mean, in rows kept).
+      num_dropped: int32, those that found no room, at their sender or at the device that they were sent to.
+      num_dropped_at_receiver: int32, the latter (cells have none).
+      token_straggler: float32, rows on the fullest expert device over the mean of all (max - mean, in rows worked on).
     """
 
     aux_loss: Float[Array, "*layers"]
@@ -29,6 +30,7 @@ class RoutingStats:
     tokens_per_expert: Int[Array, "*layers E"]
     num_assignments: Int[Array, "*layers"]
     num_dropped: Int[Array, "*layers"]
+    num_dropped_at_receiver: Int[Array, "*layers"]
     token_straggler: Float[Array, "*layers"]
 
     @property

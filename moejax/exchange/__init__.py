@@ -1,7 +1,8 @@
 """How rows cross the expert axis: one transport a file, one signature.
 
-An exchange takes this shard's tokens through the experts wherever those live and returns the combined outputs:
-`exchange(x, plan, experts, wire) -> y`. It drops exactly what the plan drops.
+An exchange takes this shard's tokens through the experts wherever those live and returns the combined outputs, and how
+many rows this shard's experts worked on: `exchange(x, plan, experts, wire) -> (y, num_rows)`. Cells drop exactly what their
+plan drops; a pool's destination may drop more, by the rule that `make_row_plan` states.
 """
 
 from collections.abc import Callable
@@ -10,11 +11,22 @@ from jaxtyping import Array
 
 from moejax.exchange.all_gather import all_gather
 from moejax.exchange.all_to_all import all_to_all
+from moejax.exchange.hierarchical import hierarchical
+from moejax.exchange.pooled import pooled
+from moejax.exchange.weight_stream import weight_stream
 from moejax.exchange.wire import Wire
 from moejax.experts import GroupedExperts
 from moejax.plan import DispatchPlan
+from moejax.pool import PoolPlan
 
-Exchange = Callable[[Array, DispatchPlan, GroupedExperts, Wire], Array]
-EXCHANGES: dict[str, Exchange] = {"all_to_all": all_to_all, "all_gather": all_gather}
+Exchange = Callable[[Array, DispatchPlan | PoolPlan, GroupedExperts, Wire], tuple[Array, Array]]
+# By (capacity, exchange).
+EXCHANGES: dict[tuple[str, str], Exchange] = {
+    ("cell", "all_to_all"): all_to_all,
+    ("cell", "hierarchical"): hierarchical,
+    ("cell", "all_gather"): all_gather,
+    ("cell", "weight_stream"): weight_stream,
+    ("pool", "all_to_all"): pooled,
+}
 
-__all__ = ["EXCHANGES", "Exchange", "Wire", "all_gather", "all_to_all"]
+__all__ = ["EXCHANGES", "Exchange", "Wire", "all_gather", "all_to_all", "hierarchical", "pooled", "weight_stream"]

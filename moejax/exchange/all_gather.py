@@ -15,18 +15,18 @@ from jax.ad_checkpoint import checkpoint_name
 from moejax.axes import axis_index, axis_size, vary_over
 from moejax.codec import carry
 from moejax.dispatch import combine, dispatch
-from moejax.exchange.wire import Wire
+from moejax.exchange.wire import Wire, own_counts
 
 
 def all_gather(x, plan, experts, wire: Wire):
-    """x [t, d] -> y [t, d], dropping what the plan drops."""
+    """x [t, d] -> (y [t, d], rows worked on here), dropping what the plan drops."""
     with jax.named_scope("moe/dispatch"):
         local = _local_plan(plan, wire.axes)
         rows = checkpoint_name(dispatch(_gather(x, wire), local), "moe/dispatch")  # [e, s*r, d]
     with jax.named_scope("moe/experts"):
         rows = checkpoint_name(experts(rows), "moe/experts")
     with jax.named_scope("moe/combine"):
-        return _scatter_sum(combine(rows, local), wire)
+        return _scatter_sum(combine(rows, local), wire), local.kept.sum()
 
 
 def _local_plan(plan, axes):
@@ -45,14 +45,13 @@ def _local_plan(plan, axes):
     moved = jnp.where(here, (expert * shards + shard) * r + slot % r, experts * shards * r)
     mine = lax.dynamic_slice_in_dim(source, first, experts, 1)
     pair = jnp.where(mine < t * k, shard * t * k + mine, shards * t * k)
-    own = lambda counts: lax.dynamic_slice_in_dim(lax.psum(counts, axes), first, experts)
     return dataclasses.replace(
         plan,
         slot=moved.reshape(-1, k),
         weight=jnp.where(here, gathered(plan.weight), 0).reshape(-1, k),
         source=pair.swapaxes(0, 1).reshape(-1),
-        routed=own(plan.routed),
-        kept=own(plan.kept),
+        routed=own_counts(plan.routed, axes),
+        kept=own_counts(plan.kept, axes),
     )
 
 

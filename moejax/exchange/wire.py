@@ -2,10 +2,30 @@
 
 import dataclasses
 
+from jax import lax
+from jaxtyping import Array, Int
+
+from moejax.axes import axis_index, axis_size
+
 
 @dataclasses.dataclass(frozen=True)
 class Wire:
-    """Attributes: axes, the expert axes (none: one device, nothing is sent); codecs, names (forward, backward)."""
+    """How an exchange is to cross.
+
+    Attributes:
+      axes: the expert axes; none on one device, where nothing is sent.
+      codecs: names of the codecs, (forward, backward).
+      num_chunks: in how many parts, so that one part's experts can work while the next part crosses.
+    """
 
     axes: tuple[str, ...] = ()
     codecs: tuple[str, str] = ("plain", "plain")
+    num_chunks: int = 1
+
+
+def own_counts(counts: Int[Array, "E"], axes: tuple[str, ...]) -> Int[Array, "e"]:
+    """Counts per expert [E] of each shard -> those of this shard's experts [e], added up over the shards."""
+    if not axes:
+        return counts
+    own = counts.shape[0] // axis_size(axes)
+    return lax.dynamic_slice_in_dim(lax.psum(counts, axes), axis_index(axes) * own, own)

@@ -1,0 +1,59 @@
+"""The pooled all-to-all: each token travels once per destination device, and its part of the sum comes back as one row.
+
+Its experts' numbers and weights ride along in two small all-to-alls; the destination groups the pairs by expert, works on
+true rows only, and adds up each token's outputs before they return.
+
+t: tokens of one sender, k: experts per token, d: model width, n: destinations, e: experts on this shard, M: rows of a pool,
+L: pairs of a pool, R: rows that a destination works on.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from moejax.codec import carry
+from moejax.exchange.wire import Wire
+from moejax.permute import gather_sum, spread
+from moejax.pool import make_row_plan
+
+
+def pooled(x, plan, experts, wire: Wire):
+    """x [m*t, d] of m senders -> (y [m*t, d], rows worked on here). `plan` is a PoolPlan with a leading axis of senders.
+
+    Over expert axes m is 1. On one device the same code runs under vmap, every n senders exchanging among themselves.
+    """
+    if wire.axes:
+        return _one(x, jax.tree.map(lambda leaf: leaf[0], plan), experts, wire)
+    m, n = plan.local_expert.shape[:2]
+    split = lambda leaf: leaf.reshape(m // n, n, -1, *leaf.shape[1:])
+    shares = experts.map(lambda _, weights: weights.reshape(n, -1, *weights.shape[1:]))
+    tokens = x.reshape(m // n, n, -1, x.shape[1])
+    plans = jax.tree.map(lambda leaf: split(leaf)[:, :, 0], plan)
+    one = functools.partial(_one, wire=Wire(("pool",), wire.codecs))
+    y, num_rows = jax.vmap(jax.vmap(one, axis_name="pool"), in_axes=(0, 0, None))(tokens, plans, shares)
+    return y.reshape(x.shape), num_rows.sum()
+
+
+def _one(x, plan, experts, wire: Wire):
+    n, d = plan.local_expert.shape[0], x.shape[1]
+    swap = functools.partial(lax.all_to_all, axis_name=wire.axes, split_axis=0, concat_axis=0, tiled=True)
+    sender = (plan.token, tuple(plan.slot[:, j] for j in range(plan.slot.shape[1])))
+    with jax.named_scope("moe/dispatch"):
+        sent = spread(x, *sender).reshape(n, -1, d)
+        received = checkpoint_name(carry(sent, swap, swap, wire.codecs), "moe/dispatch")  # [n, M, d]
+        pair_weight = spread(plan.weight.reshape(-1), plan.pair, (plan.cell.reshape(-1),)).reshape(n, -1)
+        arrived = swap(plan.local_expert), swap(pair_weight)  # [n, L]
+        rows = make_row_plan(
+            arrived[0], num_experts=experts.num_experts, caps=plan.caps, max_rows=plan.max_rows or arrived[0].size
+        )
+        inside = spread(received, rows.source, rows.rows)  # [R, d]
+        row_weight = spread(arrived[1], rows.cell, (jnp.concatenate(rows.rows, 1),))
+    with jax.named_scope("moe/experts"):
+        out = checkpoint_name(experts.flat(inside, rows.group_sizes, row_weight), "moe/experts")
+    with jax.named_scope("moe/combine"):
+        partial = gather_sum(out, rows.source, rows.rows)  # [n, M, d]
+        back = checkpoint_name(carry(partial, swap, swap, wire.codecs), "moe/combine")
+        return gather_sum(back.reshape(-1, d), *sender), rows.group_sizes.sum()
