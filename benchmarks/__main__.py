@@ -8,7 +8,7 @@ import jax
 
 from benchmarks import harness
 
-NAMES = ("moe_layer", "memory_tokens", "compile_depth")
+NAMES = ("moe_layer", "memory_tokens", "compile_depth", "compiled_layer")
 
 
 def main() -> None:
@@ -23,6 +23,9 @@ def main() -> None:
     for name in names:
         start = time.perf_counter()
         benchmark = importlib.import_module(f"benchmarks.{name}")
+        if why := getattr(benchmark, "unavailable", lambda: None)():
+            print(f"\n{name}: left out, {why}")
+            continue
         rows = benchmark.run()
         path = harness.write(name, benchmark.AIM, rows)
         print(f"\n{name}  (aim: {benchmark.AIM})\n{harness.table(rows)}")

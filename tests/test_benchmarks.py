@@ -8,7 +8,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import pytest
 
-from benchmarks import harness
+from benchmarks import compiled_layer, harness
 from benchmarks.__main__ import NAMES
 
 
@@ -64,3 +64,26 @@ def test_every_benchmark_states_its_aim(name):
 def test_every_benchmark_is_listed():
     modules = {path.stem for path in Path(harness.__file__).parent.glob("*.py")} - {"__init__", "__main__", "harness"}
     assert modules == set(NAMES)
+
+
+def test_compiled_layer_rows(monkeypatch):
+    """The whole benchmark at a small shape for the target that every machine can compile for."""
+    shape = {"d_model": 16, "d_ff": 32, "num_experts": 8, "top_k": 1, "dtype": "float32"}
+    monkeypatch.setattr(compiled_layer, "TARGETS", ("cpu:2",))
+    monkeypatch.setattr(compiled_layer, "SHAPES", {"small": shape})
+    monkeypatch.setattr(compiled_layer, "SETTINGS", {"all_to_all": {}})
+    assert compiled_layer.unavailable() is None
+    bare, layer = compiled_layer.run()
+    cells = 8 * 640  # rows of one device: 1.25 * 4096 tokens / 8 experts from each of two senders, for four experts
+    assert (bare["program"], layer["program"]) == ("bare product", "all_to_all")
+    assert bare["dot_tflop"] * 1e12 == pytest.approx(3 * 3 * 2 * cells * 16 * 32)
+    assert layer["dot_tflop"] * 1e12 == pytest.approx(3 * 3 * 2 * cells * 16 * 32 + 3 * 2 * 4096 * 16 * 8)
+    assert "4 all-to-all" in layer["collectives"]
+    assert layer["wire_mb"] - bare["wire_mb"] == pytest.approx(4 * cells * 16 * 4 / 2 / 1e6, rel=0.01)
+    assert layer["temp_gib"] > bare["temp_gib"] > 0
+    assert set(bare) == set(layer)
+
+
+def test_compiled_layer_needs_its_compilers(monkeypatch, tmp_path):
+    monkeypatch.setenv("MOEJAX_AOT_PYTHON", str(tmp_path / "none"))
+    assert str(tmp_path / "none") in (compiled_layer.unavailable() or "")

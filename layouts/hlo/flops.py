@@ -92,7 +92,7 @@ def _convolution(instruction: Instruction, computation: Computation) -> int:
     labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", instruction.attributes)
     assert labels, f"{instruction.name}: a convolution without dim_labels"
     of_lhs, of_rhs, of_out = labels.groups()
-    spatial = [label for label in of_lhs if label.isdigit()]
+    spatial = sorted(label for label in of_lhs if label.isdigit())  # the order of the window's axes
     window = _window(instruction, len(spatial))
     taps = 1
     for axis, label in enumerate(spatial):

@@ -255,6 +255,16 @@ def test_a_batched_product_as_tpus_write_it():
     assert hlo.read(module(entry(*inputs, line))).dot_flops == 2 * 2 * 160 * 128 * 256
 
 
+def test_axes_of_a_window_follow_their_labels():
+    """A product summed over the second of two spatial axes, which the operands hold in the other order."""
+    window = "window={size=8x4 stride=7x1 lhs_dilate=8x1}, dim_labels=10fb_0o1i->0bf1"
+    inputs = ("%x = bf16[4,8,640,1024]{3,2,1,0} parameter(0)", "%g = bf16[8,2048,4,640]{3,2,1,0} parameter(1)")
+    program = hlo.read(
+        module(entry(*inputs, f"ROOT %c = bf16[8,1024,2048,1]{{3,2,1,0}} convolution(%x, %g), {window}"))
+    )
+    assert program.dot_flops == 2 * 8 * (4 * 640) * 1024 * 2048
+
+
 KERNEL = (
     '%k = bf16[64,32]{1,0} custom-call(%rows, %w, %sizes), custom_call_target="tpu_custom_call", '
     'backend_config={"custom_call_config":{"body":"TUzv","cost_estimate":{"flops":"1000","bytes_accessed":"10"}}}'
@@ -387,6 +397,69 @@ def test_windows():
     assert hlo.windows(hlo.parse(FLOW).computations["main"], "copy") == []
 
 
+# Memory
+
+
+def names(found: hlo.Peak) -> list[str]:
+    return [instruction.name for instruction, _ in found.buffers]
+
+
+def test_peak_of_a_chain():
+    parsed = hlo.parse(
+        module(
+            entry(
+                "%x = f32[256]{0} parameter(0)",
+                "%a = f32[128]{0} slice(%x), slice={[0:128]}",
+                "%name = f32[2,64]{1,0} bitcast(%a)",
+                "%b = f32[64,2]{1,0} transpose(%name), dimensions={1,0}",
+                "%c = f32[512]{0} broadcast(%b), dimensions={0,1}",
+                "ROOT %r = f32[4]{0} slice(%c), slice={[0:4]}",
+            )
+        )
+    )
+    found = hlo.peak(parsed)
+    assert (found.nbytes, found.at.name, names(found)) == (2048 + 512, "c", ["c", "b"])
+
+
+@pytest.mark.parametrize(("op", "nbytes"), [("exponential(%a)", 512), ("reverse(%a), dimensions={0}", 1024)])
+def test_what_works_element_by_element_writes_over_its_operand(op, nbytes):
+    fused = block(
+        "fused", "%a = f32[128]{0} parameter(0)", f"%b = f32[128]{{0}} {op}", "ROOT %c = f32[128]{0} negate(%b)"
+    )
+    lines = ("%x = f32[] parameter(0)", "%a = f32[128]{0} broadcast(%x), dimensions={}")
+    fusion = "%f = f32[128]{0} fusion(%a), kind=kLoop, calls=%fused"
+    assert hlo.peak(hlo.parse(module(fused, entry(*lines, f"ROOT {fusion}")))).nbytes == nbytes
+    used_again = "ROOT %r = f32[128]{0} add(%f, %a)"
+    assert hlo.peak(hlo.parse(module(fused, entry(*lines, fusion, used_again)))).nbytes == 1024
+
+
+def test_peak_leaves_out_vector_memory_and_repeated_operands():
+    parsed = hlo.parse(
+        module(
+            entry(
+                "%x = f32[128]{0} parameter(0)",
+                "%s = (f32[128]{0:T(128)S(1)}, f32[128]{0:T(128)}, u32[]{:S(2)}) copy-start(%x)",
+                "%d = f32[128]{0:T(128)S(1)} copy-done(%s)",
+                "%t = ((f32[128]{0}), f32[128]{0}) all-to-all-start(%d)",
+                "ROOT %e = f32[128]{0} all-to-all-done(%t)",
+            )
+        )
+    )
+    found = hlo.peak(parsed)
+    assert (found.nbytes, found.buffers[0][0].name) == (512, "t")
+
+
+def test_peak_of_a_loop_stands_on_what_surrounds_it():
+    turn = ("%big = f32[1024]{0} broadcast(%i), dimensions={}", "%c = f32[8,16]{1,0} negate(%x)")
+    body = block("body", *CARRY, *turn, f"ROOT %t = {STATE} tuple(%i, %c)")
+    around = ("%k = f32[256]{0} broadcast(%i), dimensions={}", loop(trips=2).removeprefix("ROOT "))
+    parsed = hlo.parse(
+        module(body, condition("%n = s32[] constant(2)"), entry(*CARRY, *around, "ROOT %r = f32[] add(%k, %w)"))
+    )
+    found = hlo.peak(parsed)
+    assert (found.nbytes, names(found)[:2]) == (4096 + 1024, ["big", "k"])
+
+
 # Real texts, from this machine's compiler
 
 TRIPS, ROWS, WIDTH = 6, 16, 32
@@ -442,6 +515,22 @@ def test_a_compiled_layer():
     assert program.of_kind("all-to-all") == hlo.Collective("all-to-all", 8, 2, 2, 2 * rows * 64, 2 * rows * 64 * 7 // 8)
     assert program.dot_flops == 3 * 2 * rows * 16 * 32 + 2 * 32 * 16 * 8  # experts; router
     assert (program.sorts, program.scatters) == (2, 0)  # those of the plan
+
+
+def test_peak_against_the_compiler():
+    """A lower bound that is not far off: what is alive at once, against the room that the compiler laid out."""
+    for size in (1, 4):
+        mesh = moejax.make_mesh(data=1)
+        x = jax.ShapeDtypeStruct((size * 64, 128), jnp.float32)
+
+        def loss(w, x):
+            return jnp.square(jnp.tanh(jnp.tanh(x @ w) @ w.T)).sum()
+
+        with jax.set_mesh(mesh):
+            compiled = jax.jit(jax.grad(loss)).lower(jax.ShapeDtypeStruct((128, 512), jnp.float32), x).compile()
+        memory = compiled.memory_analysis()
+        room = memory.temp_size_in_bytes + memory.output_size_in_bytes
+        assert 0.75 * room <= hlo.peak(hlo.parse(compiled.as_text())).nbytes <= room
 
 
 def test_module_walks_reach_the_same_instructions_as_the_text():
