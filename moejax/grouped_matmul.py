@@ -1,4 +1,4 @@
-"""grouped_matmul: rows of each group times the group's own weights. One meaning, several implementations.
+"""grouped_matmul and grouped_glu: rows of each group times its own weights. One meaning, several implementations.
 
 G: groups (experts), M: rows of x, R: rows of the result, K: width of x, N: width of the result.
 """
@@ -16,22 +16,28 @@ from jaxtyping import Array, Shaped
 from moejax import axes as ax
 from moejax.config import one_of, positive
 from moejax.kernels import capacity, pallas_gpu, pallas_tpu, ragged, reference, tiles
+from moejax.kernels.choice import choose
 from moejax.kernels.rows import How, Rows, common, scaled, sum_into, wide
+from moejax.kernels.tile_map import ORDERS
 
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """An implementation: `product` forward and for the gradient of x, `outer` for that of w (see `moejax.kernels`)."""
+    """An implementation: `product` forward and for the gradient of x, `outer` for that of w (see `moejax.kernels`).
+
+    `glu` does both products of a gated feed-forward in one pass, where there is such a kernel.
+    """
 
     product: Callable[..., Array]
     outer: Callable[..., Array]
+    glu: Callable[..., tuple[Array, ...]] | None = None
 
 
 KERNELS = {
     "tiles": Kernel(tiles.product, tiles.outer),
     "capacity": Kernel(capacity.product, capacity.outer),
-    "pallas_tpu": Kernel(pallas_tpu.product, pallas_tpu.outer),
-    "pallas_gpu": Kernel(pallas_gpu.product, pallas_gpu.outer),
+    "pallas_tpu": Kernel(pallas_tpu.product, pallas_tpu.outer, pallas_tpu.glu),
+    "pallas_gpu": Kernel(pallas_gpu.product, pallas_gpu.outer, pallas_gpu.glu),
     "ragged_dot": Kernel(ragged.product, ragged.outer),
 }
 IMPLEMENTATIONS = ("reference", *KERNELS)
@@ -48,6 +54,7 @@ def grouped_matmul(
     row_scale: Shaped[Array, "..."] | None = None,
     implementation: str | None = None,
     max_group_size: int | None = None,
+    group_order: str | None = None,
 ) -> Shaped[Array, "R N"]:
     """Rows of x times the weights of their group, as `jax.lax.ragged_dot` means it: y[r] = x[r] @ w[g], r in group g.
 
@@ -64,8 +71,9 @@ def grouped_matmul(
       token_index: [R] integers: row r reads x[token_index[r]] in place; M for an empty row, which gives zeros. None: R
         is M, and row r reads x[r].
       row_scale: [R] floating point factors of the result's rows.
-      implementation: a name from `IMPLEMENTATIONS`; None chooses by backend and shape (see `choose`).
+      implementation: a name from `IMPLEMENTATIONS`; None chooses by backend and shape (see `moejax.kernels.choice`).
       max_group_size: for "capacity": rows that each group is padded to. Larger groups take another way, at its price.
+      group_order: for "pallas_gpu": which groups its grid begins with, a name from `moejax.kernels.tile_map.ORDERS`.
 
     Returns:
       [R, N].
@@ -76,25 +84,75 @@ def grouped_matmul(
       NotImplementedError: where the named implementation cannot serve the case.
     """
     _check(x, w, group_sizes, token_index, row_scale)
-    num_rows = x.shape[0] if token_index is None else token_index.shape[0]
-    _check_sizes(group_sizes, num_rows)
-    name = choose(max_group_size) if implementation is None else implementation
-    one_of("implementation", name, IMPLEMENTATIONS)
-    _check_options(name, x, w, max_group_size)
-    how = How(jnp.dtype(preferred_element_type or common(x.dtype, w.dtype)), precision, max_group_size)
-    rows = Rows(jnp.asarray(group_sizes), None if token_index is None else jnp.asarray(token_index), num_rows)
-    x, w, row_scale, rows = _alike((x, w, row_scale, rows))
+    name = _name(implementation, x, w, max_group_size)
+    _check_order(group_order, name)
+    dtype = jnp.dtype(preferred_element_type or common(x.dtype, w.dtype))
+    how = How(dtype, precision, max_group_size, group_order or ORDERS[0])
+    x, w, row_scale, rows = _alike((x, w, row_scale, _rows(x, group_sizes, token_index)))
     with jax.named_scope("moe/grouped_matmul"):
         if name == "reference":
             return reference.grouped_product(x, w, rows, row_scale, how)
         return _product(KERNELS[name], how, x, w, row_scale, rows)
 
 
-def choose(max_group_size: int | None = None) -> str:
-    """The implementation for this backend: "ragged_dot" on TPU, "tiles" elsewhere; "capacity" where given a bound."""
-    if max_group_size is not None:
-        return "capacity"
-    return "ragged_dot" if jax.default_backend() == "tpu" else "tiles"
+def grouped_glu(
+    x: Shaped[Array, "..."],
+    gate: Shaped[Array, "..."],
+    up: Shaped[Array, "..."],
+    group_sizes: Shaped[Array | np.ndarray, "..."],
+    nonlinearity: Callable[[Array], Array] = jax.nn.silu,
+    *,
+    precision: Any = None,
+    preferred_element_type: Any = None,
+    token_index: Shaped[Array | np.ndarray, "..."] | None = None,
+    implementation: str | None = None,
+    max_group_size: int | None = None,
+) -> Shaped[Array, "R N"]:
+    """nonlinearity(x @ gate[g]) * (x @ up[g]) for the rows of each group: the first half of a gated feed-forward.
+
+    The Pallas kernels do it in one pass over x, and without gradients neither product is ever stored.
+
+    Args:
+      x: [M, K].
+      gate: [G, K, N].
+      up: [G, K, N], of gate's dtype.
+      group_sizes: [G].
+      nonlinearity: elementwise, with nonlinearity(0) finite; a plain function, the same object in every call.
+      precision: this and the others as in `grouped_matmul`.
+
+    Returns:
+      [R, N].
+
+    Raises:
+      ValueError: where gate and up differ in shape or dtype, and as `grouped_matmul`.
+    """
+    if (gate.shape, gate.dtype) != (up.shape, up.dtype):
+        raise ValueError(f"gate {gate.dtype}{gate.shape} and up {up.dtype}{up.shape}: need one shape and dtype")
+    _check(x, gate, group_sizes, token_index, None)
+    name = _name(implementation, x, gate, max_group_size)
+    if name not in KERNELS or KERNELS[name].glu is None:
+        options = {"token_index": token_index, "implementation": name, "max_group_size": max_group_size}
+        product = lambda w: grouped_matmul(x, w, group_sizes, precision, preferred_element_type, **options)
+        return nonlinearity(product(gate)) * product(up)
+    how = How(jnp.dtype(preferred_element_type or common(x.dtype, gate.dtype)), precision)
+    x, gate, up, rows = _alike((x, gate, up, _rows(x, group_sizes, token_index)))
+    with jax.named_scope("moe/grouped_glu"):
+        return _glu(KERNELS[name], nonlinearity, how, x, gate, up, rows)
+
+
+def _rows(x, group_sizes, token_index) -> Rows:
+    num_rows = x.shape[0] if token_index is None else token_index.shape[0]
+    return Rows(jnp.asarray(group_sizes), None if token_index is None else jnp.asarray(token_index), num_rows)
+
+
+def _name(implementation, x, w, max_group_size) -> str:
+    """The implementation asked for, or the table's; ValueError where that is none, or does not take the operands."""
+    if implementation is not None:
+        one_of("implementation", implementation, IMPLEMENTATIONS)
+    dtypes = str(x.dtype), str(w.dtype)
+    name = implementation or choose(jax.default_backend(), dtypes, min(x.size, w.size), max_group_size)
+    _check_options(name, x, w, max_group_size)
+    return name
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -108,21 +166,53 @@ def _product_fwd(kernel, how, x, w, scale, rows):
 
 def _product_bwd(kernel, how, residuals, dy):
     x, w, scale, rows = residuals
-    in_place = dataclasses.replace(rows, index=None)
-    # Numbers of one byte are too coarse to be added up or multiplied again.
-    dtype = x.dtype if x.dtype.itemsize > 1 else wide(x.dtype)
-    d_rows = kernel.product(dy, w, in_place, None, dataclasses.replace(how, dtype=dtype), transpose=True)
+    d_rows = _back(kernel, how, x, w, rows, dy)
     d_scale = None
     if scale is not None:
         # <y, dy> before the scale, as <x, dy @ w.T>: so y need not be kept.
-        d_scale = (rows.read(x).astype(wide(dtype)) * d_rows.astype(wide(dtype))).sum(1).astype(scale.dtype)
+        dtype = wide(d_rows.dtype)
+        d_scale = (rows.read(x).astype(dtype) * d_rows.astype(dtype)).sum(1).astype(scale.dtype)
         d_rows = jnp.where(rows.live[:, None], scaled(d_rows, scale), 0)
-    dx = d_rows if rows.index is None else sum_into(d_rows, rows.index, x.shape[0])
     dw = kernel.outer(x, dy, rows, scale, dataclasses.replace(how, dtype=w.dtype))
-    return dx.astype(x.dtype), dw, d_scale, None
+    return _to_x(d_rows, x, rows), dw, d_scale, None
+
+
+def _back(kernel, how, x, w, rows, dy):
+    """The gradient of the rows that the product read."""
+    # Numbers of one byte are too coarse to be added up or multiplied again.
+    dtype = x.dtype if x.dtype.itemsize > 1 else wide(x.dtype)
+    in_place = dataclasses.replace(rows, index=None)
+    return kernel.product(dy, w, in_place, None, dataclasses.replace(how, dtype=dtype), transpose=True)
+
+
+def _to_x(d_rows, x, rows):
+    """The gradient of x from that of the rows read from it."""
+    return (d_rows if rows.index is None else sum_into(d_rows, rows.index, x.shape[0])).astype(x.dtype)
 
 
 _product.defvjp(_product_fwd, _product_bwd)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _glu(kernel: Kernel, nonlinearity, how: How, x, gate, up, rows):
+    return kernel.glu(x, gate, up, rows, nonlinearity, how, keep=False)[0]
+
+
+def _glu_fwd(kernel, nonlinearity, how, x, gate, up, rows):
+    y, gated, plain = kernel.glu(x, gate, up, rows, nonlinearity, how, keep=True)
+    return y, (x, gate, up, gated, plain, rows)
+
+
+def _glu_bwd(kernel, nonlinearity, how, residuals, dy):
+    x, gate, up, gated, plain, rows = residuals
+    _, pull = jax.vjp(lambda gated, plain: nonlinearity(gated) * plain, gated, plain)
+    d_gated, d_plain = pull(dy)
+    d_rows = _back(kernel, how, x, gate, rows, d_gated) + _back(kernel, how, x, up, rows, d_plain)
+    outer = lambda g: kernel.outer(x, g, rows, None, dataclasses.replace(how, dtype=gate.dtype))
+    return _to_x(d_rows, x, rows), outer(d_gated), outer(d_plain), None
+
+
+_glu.defvjp(_glu_fwd, _glu_bwd)
 
 
 def _alike(tree):
@@ -144,11 +234,12 @@ def _check(x, w, group_sizes, token_index, row_scale):
     num_rows = x.shape[0] if token_index is None else token_index.shape[0]
     if row_scale is not None and (row_scale.shape != (num_rows,) or not jnp.issubdtype(row_scale.dtype, jnp.floating)):
         raise ValueError(f"row_scale {row_scale.dtype}{row_scale.shape}: needs floating point of shape {(num_rows,)}")
+    _check_sizes(group_sizes, num_rows)
 
 
 def _check_sizes(group_sizes, num_rows):
-    """Raises ValueError for sizes that are known, and impossible."""
-    if isinstance(group_sizes, jax.core.Tracer):
+    """Raises ValueError for sizes that are known here, and impossible."""
+    if isinstance(group_sizes, jax.core.Tracer) or not getattr(group_sizes, "is_fully_addressable", True):
         return
     sizes = np.asarray(group_sizes)
     if (sizes < 0).any():
@@ -168,3 +259,12 @@ def _check_options(name, x, w, max_group_size):
         )
     if max_group_size is not None:
         positive("max_group_size", max_group_size)
+
+
+def _check_order(group_order, name):
+    """Raises ValueError for an order that is none, or that the implementation has not."""
+    if group_order is None:
+        return
+    one_of("group_order", group_order, ORDERS)
+    if name != "pallas_gpu":
+        raise ValueError(f"group_order={group_order!r} with {name!r}: only 'pallas_gpu' has an order to choose")

@@ -163,7 +163,7 @@ def _load(ref, spots, masks):
     spot, mask = _spot(ref, spots), _mask(*masks)
     if mask is None:
         return plgpu.load(spot)
-    return plgpu.load(spot, mask=jnp.broadcast_to(mask, (spots[-2].size, spots[-1].size)), other=0)
+    return plgpu.load(spot, mask=jnp.broadcast_to(mask, (spots[-2].size, spots[-1].size)), other=0.0)
 
 
 def _store(ref, spots, value, masks):

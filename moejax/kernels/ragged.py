@@ -1,4 +1,4 @@
-"""`jax.lax.ragged_dot`, rows of no group masked before and after: a grouped kernel on TPU; elsewhere G times the work."""
+"""`jax.lax.ragged_dot`, rows of no group masked before and after. Grouped on TPU, elsewhere G times the work."""
 
 import jax.numpy as jnp
 from jax import lax

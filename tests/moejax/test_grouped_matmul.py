@@ -7,12 +7,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moejax import grouped_matmul
+from moejax.grouped_matmul import IMPLEMENTATIONS, grouped_glu, grouped_matmul
+from moejax.kernels import tile_map
+from moejax.kernels.choice import TABLE, choose
+from moejax.kernels.rows import Rows
 
 CAPACITY = 7  # some groups are larger in every load but "even": both ways of "capacity" are walked
-IMPLEMENTATIONS = ("reference", "tiles", "capacity", "ragged_dot", "pallas_gpu", "pallas_tpu")
-# M rows, K, N: nothing that a tile divides; fewer rows than the lowest tile; a tile and one row more.
-SHAPES = {"odd": (37, 5, 11), "few": (3, 8, 4), "over": (65, 16, 24)}
+# M rows, K, N: nothing that a tile divides; fewer rows than the lowest tile; a tile and one row more; more than one
+# tile of "pallas_gpu" in every direction.
+SHAPES = {"odd": (37, 5, 11), "few": (3, 8, 4), "over": (65, 16, 24), "broad": (50, 130, 140)}
 TOLERANCE = {"float32": 2e-6, "bfloat16": 2e-2}
 
 
@@ -109,7 +112,7 @@ def test_loads(implementation, load):
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize(("shape", "kind"), [("few", {}), ("over", {"indexed": True, "scaled": True})])
+@pytest.mark.parametrize(("shape", "kind"), [("few", {}), ("broad", {"indexed": True, "scaled": True})])
 def test_shapes(implementation, shape, kind):
     _check(implementation, shape, "tail", "float32", **kind)
 
@@ -139,6 +142,92 @@ def test_any_sizes(sizes, cut):
     case[2] = jnp.asarray(sizes)
     case[4], case[5] = jnp.nan_to_num(case[4], nan=0.5), jnp.nan_to_num(case[5], nan=-0.25)
     _assert_close(_run_any(*case), _loop(*case), 2e-6)
+
+
+@pytest.mark.parametrize("implementation", ["tiles", "pallas_gpu", "pallas_tpu"])
+def test_glu(implementation):
+    """In one pass or in two products: the same, gradients included."""
+    x, gate, sizes, index, _, dy = _case("odd", "tail", "float32", indexed=True)
+    up = jnp.asarray(np.random.default_rng(1).normal(size=gate.shape), jnp.float32)
+
+    def run(x, gate, up, implementation):
+        call = lambda *a: grouped_glu(*a, sizes, jax.nn.gelu, token_index=index, implementation=implementation)
+        y, pull = jax.vjp(call, x, gate, up)
+        return y, call(x, gate, up), *pull(jnp.nan_to_num(dy) if implementation == "reference" else dy)
+
+    run = jax.jit(run, static_argnums=3)
+    for got, want in zip(run(x, gate, up, implementation), run(x, gate, up, "reference"), strict=True):
+        np.testing.assert_allclose(got, want, atol=2e-5)
+
+
+MAPPED_ROWS, HEIGHT = 65, 16
+
+
+@given(st.lists(st.integers(0, 40), min_size=5, max_size=5), st.integers(0, 60))
+def test_maps_cover_each_row_once(sizes, cut):
+    """(group, row) pairs: each of the true ones exactly once, and no other."""
+    ends = np.minimum(np.cumsum(sizes), MAPPED_ROWS - cut)
+    sizes = np.diff(ends, prepend=0).astype(np.int32)
+    want = [(group, row) for row, group in enumerate(np.repeat(np.arange(6), [*sizes, MAPPED_ROWS - sizes.sum()]))]
+    tiles, plan, every = jax.device_get(_maps(jnp.asarray(sizes)))
+    for tile in tiles:
+        assert (tile.stop - tile.start <= HEIGHT).all()
+        pairs = zip(tile.group, tile.start, tile.stop, strict=True)
+        assert sorted((g, r) for g, start, stop in pairs for r in range(start, stop)) == sorted(want)
+    assert _visited(plan) == want
+    assert _visited(every) == [pair for pair in want if pair[0] < 5]
+    assert set(every.group[: every.num_visits[0]]) == set(range(5)), "a group without rows is visited too"
+
+
+@jax.jit
+def _maps(sizes):
+    rows = Rows(sizes, None, MAPPED_ROWS)
+    tiles = [tile_map.tile_map(rows, HEIGHT, order) for order in tile_map.ORDERS]
+    return tiles, tile_map.visits(rows, HEIGHT), tile_map.visits(rows, HEIGHT, every_group=True)
+
+
+def _visited(plan):
+    visits = list(zip(plan.group, plan.tile, strict=True))[: plan.num_visits[0]]
+    rows = lambda group, tile: range(
+        max(plan.start[group], tile * HEIGHT), min(plan.stop[group], (tile + 1) * HEIGHT, MAPPED_ROWS)
+    )
+    return [(group, row) for group, tile in visits for row in rows(group, tile)]
+
+
+def test_orders():
+    """Fullest first; fullest and emptiest in turn; the rows of no group last."""
+    rows = Rows(jnp.asarray([1, 5, 0, 3, 4]), None, 20)
+    first = lambda order: tile_map.tile_map(rows, HEIGHT, order).group[:5].tolist()
+    assert first("natural") == [0, 1, 3, 4, 5]
+    assert first("desc") == [1, 4, 3, 0, 5]
+    assert first("interleave") == [1, 4, 0, 3, 5]
+
+
+def test_orders_give_one_answer():
+    x, w, sizes, *_ = _case("odd", "one", "float32")
+    call = lambda order: grouped_matmul(x, w, sizes, implementation="pallas_gpu", group_order=order)
+    for order in tile_map.ORDERS[1:]:
+        np.testing.assert_array_equal(jax.jit(call, static_argnums=0)(order), call("natural"))
+
+
+def test_choice():
+    """No table line is ragged_dot's dense product; kernels only get what they take."""
+    ask = lambda platform, dtype="bfloat16", num_numbers=8, bound=None: choose(
+        platform, (dtype, dtype), num_numbers, bound
+    )
+    assert (ask("cpu"), ask("gpu"), ask("tpu")) == ("tiles", "pallas_gpu", "pallas_tpu")
+    assert ask("gpu", "float64") == ask("tpu", "float16") == ask("gpu", num_numbers=0) == "tiles"
+    assert ask("cpu", bound=4) == "capacity"
+    assert {line.implementation for line in TABLE} <= set(IMPLEMENTATIONS) - {"reference", "ragged_dot"}
+
+
+@pytest.mark.parametrize("implementation", ["pallas_gpu", "pallas_tpu"])
+def test_kernels_decline(implementation):
+    call = lambda x, w: grouped_matmul(x, w, jnp.zeros(2, jnp.int32), implementation=implementation)
+    with jax.enable_x64(True), pytest.raises(NotImplementedError, match="has no product of float64"):
+        call(jnp.zeros((4, 2), jnp.float64), jnp.zeros((2, 2, 2), jnp.float64))
+    with pytest.raises(NotImplementedError, match="one is empty"):
+        call(jnp.zeros((0, 2)), jnp.zeros((2, 2, 2)))
 
 
 @jax.jit
@@ -187,6 +276,8 @@ def test_inside_shard_map():
         ({"max_group_size": 4, "implementation": "tiles"}, "max_group_size=4 with 'tiles'"),
         ({"implementation": "capacity"}, "max_group_size=None with 'capacity'"),
         ({"max_group_size": 0}, "max_group_size=0"),
+        ({"implementation": "pallas_gpu", "group_order": "descending"}, "group_order='descending'"),
+        ({"implementation": "tiles", "group_order": "desc"}, "only 'pallas_gpu'"),
     ],
 )
 def test_refuses(change, message):
