@@ -46,7 +46,7 @@ class Plain:
 
     def row_bytes(self, width: int, dtype: jnp.dtype) -> int:
         """As many as in memory."""
-        return width * jnp.dtype(dtype).itemsize
+        return width * dtype.itemsize
 
 
 class Bfloat16:
@@ -90,7 +90,7 @@ class Float8:
     and 2**-32 of the largest.
 
     Attributes:
-      format: jnp.float8_e4m3fn or jnp.float8_e5m2.
+      format: the dtype, float8_e4m3fn or float8_e5m2.
     """
 
     format: jnp.dtype
@@ -120,7 +120,7 @@ CODECS: dict[str, tuple[Codec, Codec]] = {
     "plain": (Plain(), Plain()),
     "bf16": (Bfloat16(), Bfloat16()),
     "int8": (Int8(), Int8()),
-    "fp8": (Float8(jnp.float8_e4m3fn), Float8(jnp.float8_e5m2)),
+    "fp8": (Float8(jnp.dtype(jnp.float8_e4m3fn)), Float8(jnp.dtype(jnp.float8_e5m2))),
 }
 
 

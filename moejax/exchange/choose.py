@@ -30,14 +30,14 @@ def choose_exchange(cfg: MoEConfig, num_tokens: int, num_senders: int, num_shard
       num_senders: on one token shard.
       num_shards: along the expert axes.
     """
-    width = jnp.dtype(cfg.dtype).itemsize
+    dtype = jnp.dtype(cfg.dtype)
     others = (num_shards - 1) / num_shards
     if cfg.capacity == "pool" or num_shards == 1:
         return Choice("all_to_all", {"all_to_all": 0} if num_shards == 1 else {})
-    row = sum(CODECS[name][i].row_bytes(cfg.d_model, cfg.dtype) for i, name in enumerate(cfg.codecs))
+    row = sum(CODECS[name][i].row_bytes(cfg.d_model, dtype) for i, name in enumerate(cfg.codecs))
     cells = cfg.num_experts * num_senders * cfg.cell_rows(num_tokens // num_senders)
     shapes = expert_shapes(cfg.num_experts // num_shards, cfg.d_model, cfg.d_ff, cfg.activation).values()
-    weights = width * sum(shape[0] * shape[1] * shape[2] for shape in shapes)
+    weights = dtype.itemsize * sum(shape[0] * shape[1] * shape[2] for shape in shapes)
     costs = {
         "all_to_all": 2 * others * cells * row,
         "all_gather": 2 * (num_shards - 1) * num_tokens * row,
