@@ -7,7 +7,7 @@ rows cross as integers: backends that widen small floats in a collective (XLA:CP
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from jaxtyping import Array
 Transport = Callable[[Array], Array]
 
 
+@runtime_checkable
 class Codec(Protocol):
     """An encoding of rows [..., d], row by row."""
 
