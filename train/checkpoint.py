@@ -7,6 +7,7 @@ save is complete) and, where a checkpoint was found damaged, `damaged/STEP/`.
 import dataclasses
 import shutil
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -44,15 +45,14 @@ class Checkpoints:
         self.folder, self.manifests = run_dir.absolute() / "checkpoints", run_dir.absolute() / "manifests"
         self._manager = ocp.CheckpointManager(
             self.folder,
-            options=ocp.CheckpointManagerOptions(
-                max_to_keep=keep,
-                cleanup_tmp_directories=True,
-                async_options=ocp.AsyncOptions(post_finalization_callback=self._write_manifests),
-            ),
+            options=ocp.CheckpointManagerOptions(max_to_keep=keep, cleanup_tmp_directories=True),
         )
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="manifest")
+        self._saving: Future[None] | None = None
 
     def save(self, step: int, state: TrainState, position: dict[str, Any], about: dict[str, Any]) -> None:
-        """Starts to save. Returns when the arrays have been copied, so that they may be donated to the next step."""
+        """Starts to save. Returns when the arrays are copied, so that they may be donated to the next step."""
+        self.wait()
         arrays = _by_name(state)
         self._manager.save(
             step,
@@ -62,6 +62,7 @@ class Checkpoints:
             ),
             force=True,
         )
+        self._saving = self._worker.submit(self._finish)
 
     def restore(self, step: int, abstract: TrainState) -> Restored:
         """Reads a checkpoint onto the mesh that `abstract` (see `moejax.step.abstract_state`) is laid out on.
@@ -78,18 +79,27 @@ class Checkpoints:
 
     def wait(self) -> None:
         """Returns when the save in progress is complete, its manifest included."""
-        self._manager.wait_until_finished()
+        if self._saving is not None:
+            self._saving.result()
 
     def close(self) -> None:
         """Waits, and ends the threads."""
-        self._manager.close()
+        try:
+            self.wait()
+        finally:
+            self._worker.shutdown()
+            self._manager.close()
 
     def reached_preemption(self, step: int) -> bool:
         """Whether all processes of a pod agreed to stop after this step."""
         return self._manager.reached_preemption(step)
 
-    def _write_manifests(self) -> None:
-        """For each finished checkpoint that has none; those of deleted ones go."""
+    def _finish(self) -> None:
+        """Waits for Orbax, then writes the manifest that the checkpoint lacks; those of deleted checkpoints go.
+
+        Orbax's own callback comes before the checkpoint has its name.
+        """
+        self._manager.wait_until_finished()
         if jax.process_index() != 0:
             return
         steps = {str(step) for step in saved_steps(self.folder)}

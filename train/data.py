@@ -42,7 +42,7 @@ class Rows:
         return -(-len(self.line) // self.seq)
 
     def __getitem__(self, index: int) -> Row:
-        """Row `index`: tokens, targets, segment_ids (1 ..; 0: padding), positions, [seq] int32; loss_mask, [seq] bool."""
+        """One row: tokens, targets, segment_ids (1 ..; 0: padding), positions: [seq] int32; loss_mask: [seq] bool."""
         low = index * self.seq
         high = min(low + self.seq, len(self.line))
         size = high - low
