@@ -47,7 +47,7 @@ def product(
         return _greedy(start[g], end[g], _heights(PRODUCT_HEIGHTS, rows.num_rows), tile, y)
 
     y = zeros((rows.num_rows, w.shape[1 if transpose else 2]), how.dtype, x)
-    return lax.fori_loop(0, w.shape[0], group, y) if rows.num_rows else y
+    return _over_groups(rows, group, y)
 
 
 def outer(
@@ -74,8 +74,16 @@ def outer(
 
     shape = (rows.sizes.shape[0], x.shape[1], g.shape[1])
     total = zeros(shape, wide(how.dtype), x)
-    total = lax.fori_loop(0, shape[0], group, total) if rows.num_rows else total
-    return total.astype(how.dtype)
+    return _over_groups(rows, group, total).astype(how.dtype)
+
+
+def _over_groups(rows, group, carry):
+    """group(g, carry) for each group that has rows: the others cost nothing, not even a slice of their weights."""
+    if not rows.num_rows:
+        return carry
+    empty = rows.start == rows.end
+    full_first = jnp.argsort(empty)
+    return lax.fori_loop(0, (~empty).sum(), lambda i, carry: group(full_first[i], carry), carry)
 
 
 def _heights(ladder, num_rows):
