@@ -297,8 +297,18 @@ def _traffic(kind: str, operand_bytes: list[int], size: int) -> tuple[int, int]:
 
 
 def group_size(collective: Instruction, num_devices: int) -> int:
-    """Devices in one replica group, {{0,1},{2,3}} or [groups,size]<=[n]; all devices where none is stated."""
+    """Devices in one replica group; all of them where no groups are stated.
+
+    Groups are written {{0,1},{2,3}}, [groups,size]<=[n], or by mesh axes: mesh['a'=4,'b'=2] {'a'}, where 'b':(1)2 is a
+    part of an axis, of size 2.
+    """
     if listed := collective.attribute(r"replica_groups=\{\{([\d,]+)\}"):
         return len(listed.split(","))
-    iota = collective.attribute(r"replica_groups=\[\d+,(\d+)\]")
-    return int(iota) if iota else num_devices
+    if iota := collective.attribute(r"replica_groups=\[\d+,(\d+)\]"):
+        return int(iota)
+    over_axes = re.search(r"replica_groups=mesh\[([^\]]*)\]\s*\{([^}]*)\}", collective.attributes)
+    if over_axes is None:
+        return num_devices
+    sizes = dict(re.findall(r"'([^']+)'=(\d+)", over_axes[1]))
+    named = re.findall(r"'([^']+)'(?::\(\d+\)(\d+))?", over_axes[2])
+    return math.prod(int(part or sizes[axis]) for axis, part in named)

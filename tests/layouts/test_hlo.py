@@ -139,6 +139,23 @@ def test_group_sizes_are_kept_apart():
     assert program.of_kind("all-to-all") == hlo.Collective("all-to-all", 4, 2, 2, 1024, 640)
 
 
+@pytest.mark.parametrize(
+    ("groups", "size"),
+    [
+        ("{{0,1,2,3},{4,5,6,7}}", 4),
+        ("[4,2]<=[8]", 2),
+        ("[2,4]<=[4,2]T(1,0)", 4),
+        ("mesh['a'=4,'b'=2] {'a'}", 4),
+        ("mesh['a'=4,'b'=2] {'a','b'}", 8),
+        ("mesh['a'=4,'b'=2] {'b','a':(1)2}", 4),
+        ("{}", 8),
+    ],
+)
+def test_group_sizes(groups, size):
+    line = f"%c = f32[8,16]{{1,0}} all-to-all(%x), channel_id=1, replica_groups={groups}, dimensions={{0}}"
+    assert hlo.read(module(entry(*INPUTS, line))).of_kind("all-to-all").group_size == size
+
+
 def test_unknown_kind_of_collective():
     with pytest.raises(ValueError, match="collective 'alltoall': legal kinds are all-to-all, "):
         hlo.read(module(entry(*INPUTS))).of_kind("alltoall")
@@ -441,12 +458,34 @@ def test_peak_leaves_out_vector_memory_and_repeated_operands():
                 "%s = (f32[128]{0:T(128)S(1)}, f32[128]{0:T(128)}, u32[]{:S(2)}) copy-start(%x)",
                 "%d = f32[128]{0:T(128)S(1)} copy-done(%s)",
                 "%t = ((f32[128]{0}), f32[128]{0}) all-to-all-start(%d)",
-                "ROOT %e = f32[128]{0} all-to-all-done(%t)",
+                "%e = f32[128]{0} all-to-all-done(%t)",
+                "%u = f32[128]{0} all-reduce-start(%e), to_apply=%add",
+                "ROOT %v = f32[128]{0} all-reduce-done(%u)",
             )
         )
     )
     found = hlo.peak(parsed)
-    assert (found.nbytes, found.buffers[0][0].name) == (512, "t")
+    assert (found.nbytes, names(found)) == (1024, ["t", "u"])
+
+
+def test_a_part_of_a_tuple_keeps_no_other_part_alive():
+    parsed = hlo.parse(
+        module(
+            entry(
+                "%x = f32[] parameter(0)",
+                '%f = (f32[256]{0}, f32[8]{0}) custom-call(%x), custom_call_target="two"',
+                "%big = f32[256]{0} get-tuple-element(%f), index=0",
+                "%small = f32[8]{0} get-tuple-element(%f), index=1",
+                "%both = (f32[256]{0}, f32[8]{0}) tuple(%big, %small)",
+                "%r = f32[] slice(%big), slice={[0:1]}",
+                "%late = f32[8]{0} get-tuple-element(%both), index=1",
+                "%other = f32[128]{0} broadcast(%r), dimensions={}",
+                "ROOT %end = f32[] add(%late, %other)",
+            )
+        )
+    )
+    assert hlo.peak(parsed).at.name == "r"
+    assert hlo.peak(parsed).nbytes == 1024 + 32 + 4
 
 
 def test_peak_of_a_loop_stands_on_what_surrounds_it():
