@@ -5,6 +5,7 @@ from moejax.axes import AxisRules, make_mesh
 from moejax.config import MoEConfig
 from moejax.grouped_matmul import grouped_matmul
 from moejax.layer import MoELayer, RouterState, moe
+from moejax.lift import as_experts
 from moejax.router import BiasState, Routing, SigmoidBias, Softmax, update_router
 from moejax.stats import RoutingStats
 from moejax.transformer import Transformer, TransformerConfig
@@ -21,6 +22,7 @@ __all__ = [
     "Softmax",
     "Transformer",
     "TransformerConfig",
+    "as_experts",
     "grouped_matmul",
     "linen",
     "make_mesh",

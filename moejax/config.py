@@ -153,7 +153,7 @@ class MoEConfig:
             if self.capacity == "cell" and getattr(self, field) is not None:
                 raise ValueError(f"{field}={getattr(self, field)!r}: needs capacity='pool', not {self.capacity!r}")
         loads = self.level_loads
-        if loads is not None and not (loads and all(1 >= a >= b > 0 for a, b in zip(loads, loads[1:] + loads[-1:]))):
+        if loads is not None and (not loads or loads[0] > 1 or loads[-1] <= 0 or list(loads) != sorted(loads, reverse=True)):
             raise ValueError(f"level_loads={loads!r}: needs shares of tokens above 0 and at most 1 that do not increase")
 
     @property

@@ -1,17 +1,14 @@
-"""MoELayer (flax.nnx) and `moe`, the line from tokens to outputs that every front end shares.
+"""MoELayer (flax.nnx) and `moe`: the line spread over a mesh.
 
-Shape legend. T: tokens of the whole batch, t: tokens on this shard, k: experts per token, d: model width, f: expert width,
-E: experts in the layer, e: experts on this shard.
+Shape legend. T: tokens of the whole batch, d: model width, f: expert width, E: experts in the layer.
 """
 
 import dataclasses
-import logging
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType, reshard
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float
@@ -19,17 +16,11 @@ from jaxtyping import Array, Bool, Float
 from moejax import axes as ax
 from moejax.axes import AxisRules, ShardAxes
 from moejax.config import MoEConfig
-from moejax.exchange import EXCHANGES, Wire
-from moejax.exchange.choose import choose_exchange
-from moejax.experts import LOGICAL_AXES, GroupedExperts, expert_shapes
-from moejax.losses import load_balance_loss, router_z_loss
+from moejax.experts import LOGICAL_AXES, expert_shapes
+from moejax.line import ApplyExpert, Line
 from moejax.params import born_sharded
-from moejax.plan import DispatchPlan, make_plan
-from moejax.pool import PoolPlan, make_pool_plan
 from moejax.router import BiasState
 from moejax.stats import RoutingStats
-
-logger = logging.getLogger(__name__)
 
 
 class RouterState(nnx.Variable):
@@ -124,18 +115,29 @@ def _check_pool(cfg: MoEConfig, axes: ShardAxes, mesh) -> None:
 
 
 def moe(
-    params: dict[str, Array],
+    params: dict[str, Any],
     x: Float[Array, "b s d"],
     valid: Bool[Array, "b s"] | None,
     state: BiasState | None,
     *,
     cfg: MoEConfig,
     rules: AxisRules = AxisRules(),
+    apply_expert: ApplyExpert | None = None,
 ) -> tuple[Float[Array, "b s d"], RoutingStats]:
-    """The layer as a function of its parameters by name (see `param_shapes`): the per-shard line under a shard_map over whatever mesh axes are not manual yet.
+    """The layer as a function: the per-shard line under a shard_map over whatever mesh axes are not manual yet.
 
     Inside a user's own shard_map the axes that are manual already are used as they are: x and the parameters are then
     this shard's parts, as the rules would split them.
+
+    Args:
+      params: by name, as `param_shapes` says; with `apply_expert`, "experts" in place of the expert weights.
+      x: [batch, seq, d_model].
+      valid: [batch, seq], False for padding; None: all valid.
+      state: the router's, or None.
+      cfg: the layer.
+      rules: logical axes to mesh axes.
+      apply_expert: (one expert's weights, rows [r, d]) -> rows [r, d]: experts of another kind, whose weights, a pytree
+        with a leading axis [E] in each leaf, are params["experts"].
 
     Raises:
       ValueError: for a width other than cfg.d_model, or a mesh that does not divide the layer.
@@ -149,18 +151,20 @@ def moe(
     auto = tuple(name for name in axes.all if name not in mesh.manual_axes)
     tokens = tuple(name for name in axes.tokens if name in auto)
     num_senders = cfg.num_senders or ax.mesh_size(mesh, axes.tokens)
-    line = _Line(cfg, axes, num_senders // ax.mesh_size(mesh, axes.tokens), x.shape[1], frozenset(mesh.manual_axes))
+    num_own = num_senders // ax.mesh_size(mesh, axes.tokens)
+    line = Line(cfg, axes, num_own, x.shape[1], frozenset(mesh.manual_axes), apply_expert)
     valid = jnp.ones(x.shape[:2], bool) if valid is None else valid
-    specs = ({name: _auto_part(rules, logical, auto) for name, (_, logical) in param_shapes(cfg).items()}, P(tokens), P())
-    flat = _Flat(ax.mesh_size(mesh, tokens) * line.num_senders, specs[1], _explicit(mesh, auto))
+    logical = {name: axes for name, (_, axes) in param_shapes(cfg).items()} | {"experts": ("expert",)}
+    param_specs = {name: _auto_part(rules, logical[name], auto) for name in params}
+    flat = _Flat(ax.mesh_size(mesh, tokens) * num_own, P(tokens), _explicit(mesh, auto))
     args = (params, flat.split(x), flat.split(valid), state)
     if not auto:
         y, stats = line(*args)
     else:
-        in_specs = (specs[0], specs[1], specs[1], specs[2])
+        in_specs = (param_specs, flat.spec, flat.spec, P())
         # Up to jax 0.12 a nested shard_map cannot hand residuals to its backward: they name the outer, manual axes.
         line = jax.checkpoint(line) if mesh.manual_axes else line
-        run = jax.shard_map(line, in_specs=in_specs, out_specs=(specs[1], specs[2]), axis_names=set(auto))
+        run = jax.shard_map(line, in_specs=in_specs, out_specs=(flat.spec, P()), axis_names=set(auto))
         y, stats = run(*flat.place(args, in_specs))
     return flat.join(y, x), stats
 
@@ -203,113 +207,3 @@ class _Flat:
             return y[:num_tokens].reshape(like.shape)
         y = reshard(y, self.spec if like.shape[0] % self.multiple == 0 else P())
         return reshard(y[:num_tokens].reshape(like.shape), jax.typeof(like).sharding.spec)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Line:
-    """The per-shard line: route, plan, cross, combine."""
-
-    cfg: MoEConfig
-    axes: ShardAxes
-    num_senders: int
-    seq: int
-    manual: frozenset[str]
-
-    def __call__(self, params: dict[str, Array], x, valid, state):
-        cfg, axes = self.cfg, self.axes
-        x = jnp.where(valid[:, None], x, 0)
-        with jax.named_scope("moe/route"):
-            routing = route(x, params["router"], state, cfg)
-            plan = self.plan(routing, valid)
-        inside = ax.vary_over(x, axes.mlp).astype(cfg.dtype)
-        plan = dataclasses.replace(plan, weight=ax.vary_over(plan.weight, axes.mlp))
-        experts = _grouped(params, "expert", cfg, axes)
-        exchange = EXCHANGES[cfg.capacity, self.exchange(x.shape[0])]
-        y, num_rows = exchange(inside, plan, experts, Wire(axes.expert, cfg.codecs, cfg.num_chunks))
-        if cfg.num_shared_experts:
-            with jax.named_scope("moe/shared"):
-                shared = _grouped(params, "shared", cfg, axes)(inside[None])[0]
-                # Zeros already; the mask keeps a padded row's cotangent, whatever it is, out of the weights' gradients.
-                y += jnp.where(valid[:, None], shared, 0)
-        y = ax.sum_over(y, axes.mlp).astype(x.dtype)
-        return y, self.stats(routing, plan, valid, num_rows)
-
-    def exchange(self, num_tokens: int) -> str:
-        """The name of the exchange; `auto` is resolved here and says why in the log."""
-        cfg = self.cfg
-        if num_tokens % cfg.num_chunks:
-            legal = [n for n in range(1, num_tokens + 1) if num_tokens % n == 0]
-            raise ValueError(
-                f"num_chunks={cfg.num_chunks} does not divide the {num_tokens} tokens of a shard: "
-                f"legal are {', '.join(map(str, legal))}"
-            )
-        if cfg.exchange != "auto":
-            return cfg.exchange
-        choice = choose_exchange(cfg, num_tokens, self.num_senders, ax.axis_size(self.axes.expert))
-        logger.info("%s", choice)
-        return choice.name
-
-    def plan(self, routing, valid) -> DispatchPlan | PoolPlan:
-        """Who is dropped and where the others go; a PoolPlan has a leading axis of senders."""
-        cfg, tokens = self.cfg, valid.shape[0] // self.num_senders
-        if cfg.capacity == "cell":
-            rows = cfg.cell_rows(tokens)
-            return make_plan(routing, valid, cell_rows=rows, num_senders=self.num_senders, drop_by=cfg.drop_by)
-        rule = cfg.pool_rule(tokens, ax.axis_size(self.axes.expert) if self.axes.expert else None)
-        split = lambda leaf: leaf.reshape(self.num_senders, tokens, *leaf.shape[1:])
-        return jax.vmap(lambda *sender: make_pool_plan(*sender, rule))(*jax.tree.map(split, (routing, valid)))
-
-    def stats(self, routing, plan, valid, num_rows) -> RoutingStats:
-        cfg, axes = self.cfg, self.axes
-        aux = load_balance_loss(
-            routing, valid, scope=cfg.loss_scope, axes=axes.tokens, sequence=self.sequences(valid.shape[0])
-        )
-        total = lambda counts: counts.reshape(-1, cfg.num_experts).sum(0)
-        routed, kept, worked = ax.sum_over((total(plan.routed), total(plan.kept), num_rows), axes.tokens)
-        return RoutingStats(
-            aux_loss=aux,
-            z_loss=router_z_loss(routing, valid, axes.tokens),
-            tokens_per_expert=routed,
-            num_assignments=routed.sum(),
-            num_dropped=routed.sum() - worked,
-            num_dropped_at_receiver=kept.sum() - worked,
-            token_straggler=_straggler(num_rows, axes.tokens),
-        )
-
-    def sequences(self, t: int) -> tuple[Array, int]:
-        """Each token's sequence over all shards [t], and how many there are: padding ends each manual shard's own."""
-        outer = tuple(name for name in self.axes.tokens if name in self.manual)
-        inner = tuple(name for name in self.axes.tokens if name not in self.manual)
-        count = -(-t * ax.axis_size(inner) // self.seq)
-        position = ax.axis_index(inner) * t + jnp.arange(t)
-        return ax.axis_index(outer) * count + position // self.seq, count * ax.axis_size(outer)
-
-
-def route(x: Float[Array, "t d"], router: Float[Array, "d E"], state: BiasState | None, cfg: MoEConfig):
-    """Routes in float32 at the highest matmul precision: bf16 logits flip near-tied experts."""
-    logits = jnp.dot(x.astype(jnp.float32), router.astype(jnp.float32), precision=lax.Precision.HIGHEST)
-    return cfg.router_rule(checkpoint_name(logits, "moe/route"), cfg.top_k, state)
-
-
-def _straggler(num_rows, axes: tuple[str, ...]):
-    """max - mean over devices of the rows that each one's experts take."""
-    rows = num_rows.astype(jnp.float32)
-    return lax.pmax(rows, axes) - lax.pmean(rows, axes) if axes else jnp.zeros_like(rows)
-
-
-def _grouped(params: dict[str, Array], prefix: str, cfg: MoEConfig, axes: ShardAxes) -> GroupedExperts:
-    """This shard's experts, whole in width d and in the compute dtype.
-
-    Marked as varying over the token axes before the cast, so that gradients are summed over them in param_dtype.
-    """
-
-    def ready(name):
-        weights = params.get(f"{prefix}_{name}")
-        if weights is None:
-            return None
-        weights = ax.vary_over(weights, axes.tokens).astype(cfg.dtype)
-        if not axes.embed:
-            return weights
-        return lax.all_gather(weights, axes.embed, axis=LOGICAL_AXES[name].index("embed"), tiled=True)
-
-    return GroupedExperts(activation=cfg.activation, **{name: ready(name) for name in LOGICAL_AXES})

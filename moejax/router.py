@@ -75,7 +75,7 @@ class Softmax:
 
     def init_state(self, num_experts: int) -> None:
         """No state."""
-        return None
+        return
 
     def __call__(self, logits: Float[Array, "t E"], top_k: int, state: BiasState | None = None) -> Routing:
         """Routes by float32 logits; ties go to the lower expert."""

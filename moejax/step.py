@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Int
 
-from moejax.axes import AxisRules, current_mesh
+from moejax.axes import AxisRules
 from moejax.layer import RouterState
 from moejax.pytree import pytree
 from moejax.router import BiasState, update_router

@@ -5,6 +5,8 @@ A transport is a pair of functions, [E, r, d] -> [e, s*r, d] and its transpose; 
 sorted or scattered after the exchange.
 """
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -25,7 +27,7 @@ def through_cells(x, plan, experts, wire: Wire, transport: tuple[Transport, Tran
     with jax.named_scope("moe/dispatch"):
         sent = dispatch(x, plan)
         bounds = np.unique(np.linspace(0, sent.shape[1], wire.num_chunks + 1).astype(int))  # no empty parts
-        parts = [sent[:, low:high] for low, high in zip(bounds, bounds[1:], strict=False)]
+        parts = [sent[:, low:high] for low, high in itertools.pairwise(bounds)]
         parts = [checkpoint_name(carry(part, there, back, wire.codecs), "moe/dispatch") for part in parts]
     with jax.named_scope("moe/experts"):
         parts = [checkpoint_name(experts(part), "moe/experts") for part in parts]

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import strategies as st
 
 from moejax import BiasState, MoEConfig, RoutingStats, SigmoidBias, Softmax, update_router
-from moejax.layer import route
+from moejax.line import route
 from moejax.router import Router
 from tests.moejax import oracle
 

@@ -1,0 +1,176 @@
+"""The line: what one shard does with its tokens. Per-shard code: it takes axis names, or none on one device.
+
+x[t, d] - route -> Routing - plan -> who is dropped, where the others go - exchange -> through the experts - combine -> y[t, d]
+
+Shape legend. t: tokens on this shard, k: experts per token, d: model width, E: experts in the layer, e: experts on this shard.
+"""
+
+import dataclasses
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float
+
+from moejax import axes as ax
+from moejax.axes import ShardAxes
+from moejax.config import MoEConfig
+from moejax.exchange import EXCHANGES, Wire
+from moejax.exchange.choose import choose_exchange
+from moejax.experts import LOGICAL_AXES, GroupedExperts
+from moejax.losses import load_balance_loss, router_z_loss
+from moejax.plan import DispatchPlan, make_plan
+from moejax.pool import PoolPlan, make_pool_plan
+from moejax.pytree import pytree
+from moejax.router import BiasState
+from moejax.stats import RoutingStats
+
+logger = logging.getLogger(__name__)
+ApplyExpert = Callable[[Any, Array], Array]
+
+
+@pytree
+class LiftedExperts:
+    """e experts of a user's kind, callable on their rows as `GroupedExperts` is.
+
+    Attributes:
+      weights: a pytree, each leaf with a leading axis [e].
+      apply: (one expert's weights, rows [r, d]) -> rows [r, d].
+    """
+
+    weights: Any
+    apply: ApplyExpert = dataclasses.field(metadata={"static": True})
+
+    def __call__(self, rows: Float[Array, "e r d"]) -> Float[Array, "e r d"]:
+        """[e, r, d] -> [e, r, d]. Empty rows are zeros, and what comes of them is never read."""
+        return jax.vmap(self.apply)(self.weights, rows)
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """Route, plan, cross, combine.
+
+    Attributes:
+      cfg: the layer.
+      axes: the mesh axes that its work is spread over.
+      num_senders: on this shard.
+      seq: tokens of a sequence.
+      manual: mesh axes of a shard_map of the user's around this one.
+      apply_expert: of a user's kind of experts, whose weights are params["experts"]; None: GroupedExperts.
+    """
+
+    cfg: MoEConfig
+    axes: ShardAxes
+    num_senders: int
+    seq: int
+    manual: frozenset[str]
+    apply_expert: ApplyExpert | None = None
+
+    def __call__(self, params: dict[str, Any], x, valid, state):
+        """Per shard: params by name, x [t, d], valid [t], the router's state or None -> (y [t, d], RoutingStats)."""
+        cfg, axes = self.cfg, self.axes
+        x = jnp.where(valid[:, None], x, 0)
+        with jax.named_scope("moe/route"):
+            routing = route(x, params["router"], state, cfg)
+            plan = self.plan(routing, valid)
+        inside = ax.vary_over(x, axes.mlp).astype(cfg.dtype)
+        plan = dataclasses.replace(plan, weight=ax.vary_over(plan.weight, axes.mlp))
+        exchange = EXCHANGES[cfg.capacity, self.exchange(x.shape[0])]
+        y, num_rows = exchange(inside, plan, self.experts(params), Wire(axes.expert, cfg.codecs, cfg.num_chunks))
+        if cfg.num_shared_experts:
+            with jax.named_scope("moe/shared"):
+                shared = _grouped(params, "shared", cfg, axes)(inside[None])[0]
+                # Zeros already; the mask keeps a padded row's cotangent, whatever it is, out of the weights' gradients.
+                y += jnp.where(valid[:, None], shared, 0)
+        y = ax.sum_over(y, axes.mlp).astype(x.dtype)
+        return y, self.stats(routing, plan, valid, num_rows)
+
+    def experts(self, params) -> GroupedExperts | LiftedExperts:
+        """This shard's experts, ready for their rows."""
+        if self.apply_expert is None:
+            return _grouped(params, "expert", self.cfg, self.axes)
+        return LiftedExperts(ax.vary_over(params["experts"], self.axes.tokens), self.apply_expert)
+
+    def exchange(self, num_tokens: int) -> str:
+        """The name of the exchange; `auto` is resolved here and says why in the log."""
+        cfg = self.cfg
+        if num_tokens % cfg.num_chunks:
+            legal = [n for n in range(1, num_tokens + 1) if num_tokens % n == 0]
+            raise ValueError(
+                f"num_chunks={cfg.num_chunks} does not divide the {num_tokens} tokens of a shard: "
+                f"legal are {', '.join(map(str, legal))}"
+            )
+        if cfg.exchange != "auto":
+            return cfg.exchange
+        choice = choose_exchange(cfg, num_tokens, self.num_senders, ax.axis_size(self.axes.expert))
+        logger.info("%s", choice)
+        return choice.name
+
+    def plan(self, routing, valid) -> DispatchPlan | PoolPlan:
+        """Who is dropped and where the others go; a PoolPlan has a leading axis of senders."""
+        cfg, tokens = self.cfg, valid.shape[0] // self.num_senders
+        if cfg.capacity == "cell":
+            rows = cfg.cell_rows(tokens)
+            return make_plan(routing, valid, cell_rows=rows, num_senders=self.num_senders, drop_by=cfg.drop_by)
+        rule = cfg.pool_rule(tokens, ax.axis_size(self.axes.expert) if self.axes.expert else None)
+        split = lambda leaf: leaf.reshape(self.num_senders, tokens, *leaf.shape[1:])
+        return jax.vmap(lambda *sender: make_pool_plan(*sender, rule))(*jax.tree.map(split, (routing, valid)))
+
+    def stats(self, routing, plan, valid, num_rows) -> RoutingStats:
+        cfg, axes = self.cfg, self.axes
+        aux = load_balance_loss(
+            routing, valid, scope=cfg.loss_scope, axes=axes.tokens, sequence=self.sequences(valid.shape[0])
+        )
+        total = lambda counts: counts.reshape(-1, cfg.num_experts).sum(0)
+        routed, kept, worked = ax.sum_over((total(plan.routed), total(plan.kept), num_rows), axes.tokens)
+        return RoutingStats(
+            aux_loss=aux,
+            z_loss=router_z_loss(routing, valid, axes.tokens),
+            tokens_per_expert=routed,
+            num_assignments=routed.sum(),
+            num_dropped=routed.sum() - worked,
+            num_dropped_at_receiver=kept.sum() - worked,
+            token_straggler=_straggler(num_rows, axes.tokens),
+        )
+
+    def sequences(self, t: int) -> tuple[Array, int]:
+        """Each token's sequence over all shards [t], and how many there are: padding ends each manual shard's own."""
+        outer = tuple(name for name in self.axes.tokens if name in self.manual)
+        inner = tuple(name for name in self.axes.tokens if name not in self.manual)
+        count = -(-t * ax.axis_size(inner) // self.seq)
+        position = ax.axis_index(inner) * t + jnp.arange(t)
+        return ax.axis_index(outer) * count + position // self.seq, count * ax.axis_size(outer)
+
+
+def route(x: Float[Array, "t d"], router: Float[Array, "d E"], state: BiasState | None, cfg: MoEConfig):
+    """Routes in float32 at the highest matmul precision: bf16 logits flip near-tied experts."""
+    logits = jnp.dot(x.astype(jnp.float32), router.astype(jnp.float32), precision=lax.Precision.HIGHEST)
+    return cfg.router_rule(checkpoint_name(logits, "moe/route"), cfg.top_k, state)
+
+
+def _straggler(num_rows, axes: tuple[str, ...]):
+    """max - mean over devices of the rows that each one's experts take."""
+    rows = num_rows.astype(jnp.float32)
+    return lax.pmax(rows, axes) - lax.pmean(rows, axes) if axes else jnp.zeros_like(rows)
+
+
+def _grouped(params: dict[str, Any], prefix: str, cfg: MoEConfig, axes: ShardAxes) -> GroupedExperts:
+    """This shard's experts, whole in width d and in the compute dtype.
+
+    Marked as varying over the token axes before the cast, so that gradients are summed over them in param_dtype.
+    """
+
+    def ready(name):
+        weights = params.get(f"{prefix}_{name}")
+        if weights is None:
+            return None
+        weights = ax.vary_over(weights, axes.tokens).astype(cfg.dtype)
+        if not axes.embed:
+            return weights
+        return lax.all_gather(weights, axes.embed, axis=LOGICAL_AXES[name].index("embed"), tiled=True)
+
+    return GroupedExperts(activation=cfg.activation, **{name: ready(name) for name in LOGICAL_AXES})
