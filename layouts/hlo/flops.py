@@ -120,9 +120,7 @@ def _real_taps(num_in, num_kernel, num_out, *, stride, lhs_dilation, rhs_dilatio
     count, last = 0, (num_in - 1) * lhs_dilation
     for kernel in range(num_kernel):
         first = kernel * rhs_dilation - pad  # where output 0 reads, in the dilated input
-        outputs = range(
-            max(0, -(first // stride)), min(num_out, (last - first) // stride + 1)
-        )  # those that read inside
+        outputs = range(max(0, -(first // stride)), min(num_out, (last - first) // stride + 1))  # those that read inside
         if lhs_dilation == 1:
             count += len(outputs)
         else:

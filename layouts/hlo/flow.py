@@ -56,9 +56,7 @@ def depends(computation: Computation, later: Instruction, earlier: Iterable[Inst
     wanted = [earlier] if isinstance(earlier, Instruction) else list(earlier)
     for instruction in (later, *wanted):
         if computation.instructions.get(instruction.name) is not instruction:
-            raise ValueError(
-                f"{instruction.name!r} is of computation {instruction.computation!r}, not {computation.name!r}"
-            )
+            raise ValueError(f"{instruction.name!r} is of computation {instruction.computation!r}, not {computation.name!r}")
     names = {instruction.name for instruction in wanted}
     return any(instruction.name in names for instruction in _ancestors(computation, later))
 

@@ -56,9 +56,7 @@ def test_build_must_name_a_function():
 
 def test_compilers_that_are_not_installed(monkeypatch, tmp_path):
     monkeypatch.setenv(aot.INTERPRETER_VARIABLE, str(tmp_path / "python"))
-    with pytest.raises(
-        aot.CompilersMissingError, match=r"no compilers for h100:1x8 at .*python: run `make .venv-aot/.aot`"
-    ):
+    with pytest.raises(aot.CompilersMissingError, match=r"no compilers for h100:1x8 at .*python: run `make .venv-aot/.aot`"):
         aot.compile_for("h100:1x8", LAYER)
 
 
