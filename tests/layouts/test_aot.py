@@ -107,7 +107,11 @@ def test_gpu():
 
 def test_tpu():
     needs_compilers("v5p:2x2x2")
-    program = check_layer(aot.compile_for("v5p:2x2x2", LAYER))
+    options = {"xla_tpu_enable_async_all_to_all": "true"}  # synchronous there unless asked
+    compiled = aot.compile_for("v5p:2x2x2", LAYER, compiler_options=options)
+    program = check_layer(compiled)
+    parsed = hlo.parse(compiled.text)
+    assert len(hlo.windows(parsed.computations[parsed.entry], "all-to-all")) == 4
     assert program.cycles > 10_000
     assert {"moe/experts", "~moe/experts", "moe/dispatch"} <= set(program.cycles_by_scope)
 
