@@ -81,9 +81,17 @@ def wide(dtype: Any) -> Any:
     return jnp.float64 if jnp.dtype(dtype) == jnp.float64 else jnp.float32
 
 
-def zeros(shape: tuple[int, ...], dtype: Any, like: Array) -> Array:
-    """Zeros that a loop can carry: as different over manual mesh axes as `like`, which will be put in."""
-    return ax.vary_over(jnp.zeros(shape, dtype), sorted(ax.varying(like)))
+def zeros(shape: tuple[int, ...], dtype: Any, like: Shaped[Array, "r c"], which: int = 0) -> Array:
+    """Zeros that a loop can carry: as different over manual mesh axes as `like`, which will be put in.
+
+    They are no constant, and those of another `like` or another `which` (0, 1 or 2) are other zeros: XLA makes equal
+    constants one, and then needs a copy of it for every loop that writes (a quarter more scratch where it was seen).
+    """
+    if not like.size:
+        return ax.vary_over(jnp.zeros(shape, dtype), sorted(ax.varying(like)))
+    number = like[(0, 0, -1)[which], (0, -1, -1)[which]].astype(jnp.float32)
+    never = number < -jnp.inf if which else number > jnp.inf
+    return jnp.broadcast_to(never.astype(dtype), shape)
 
 
 def shape_like(shape: tuple[int, ...], dtype: Any, like: Array) -> jax.ShapeDtypeStruct:

@@ -31,23 +31,39 @@ def product(
 
     transpose: x[row] @ w[g].T, so x is [M, N] and the result [R, K].
     """
+    return _forward(x, (w,), rows, scale, how, transpose, lambda sums: sums)[0]
+
+
+def glu(x, gate, up, rows, nonlinearity, how, keep):
+    """act(x @ gate) * (x @ up) in one pass over x; with `keep` both products too: (result, gate's, up's)."""
+
+    def finish(sums):
+        result = nonlinearity(sums[0]) * sums[1]
+        return (result, *sums) if keep else (result,)
+
+    return _forward(x, (gate, up), rows, None, how, False, finish, 3 if keep else 1)
+
+
+def _forward(x, weights, rows, scale, how, transpose, finish, num_results=1):
+    """finish(x @ each of the weights), tile by tile; as many results of one shape."""
     start, end = rows.start, rows.end
     contract = (((1,), (1 if transpose else 0,)), ((), ()))
 
-    def group(g, y):
-        weights = lax.dynamic_index_in_dim(w, g, keepdims=False)
+    def group(g, results):
+        mine = [lax.dynamic_index_in_dim(w, g, keepdims=False) for w in weights]
 
-        def tile(row, height, y):
-            at, mine = _span(row, end[g], height, rows.num_rows)
-            part = dot(_tile(x, rows.index, at, height), weights, contract, how)
-            part = scaled(part, _cut(scale, at, height)).astype(y.dtype)
-            kept = jnp.where(mine, part, _cut(y, at, height))
-            return lax.dynamic_update_slice_in_dim(y, kept, at, 0)
+        def tile(row, height, results):
+            at, inside = _span(row, end[g], height, rows.num_rows)
+            source = _tile(x, rows.index, at, height)
+            factor = _cut(scale, at, height)
+            parts = finish(tuple(scaled(dot(source, w, contract, how), factor) for w in mine))
+            return tuple(_put(y, part, inside, at) for y, part in zip(results, parts, strict=True))
 
-        return _greedy(start[g], end[g], _heights(PRODUCT_HEIGHTS, rows.num_rows), tile, y)
+        return _greedy(start[g], end[g], _heights(PRODUCT_HEIGHTS, rows.num_rows), tile, results)
 
-    y = zeros((rows.num_rows, w.shape[1 if transpose else 2]), how.dtype, x)
-    return _over_groups(rows, group, y)
+    width = weights[0].shape[1 if transpose else 2]
+    empty = tuple(zeros((rows.num_rows, width), how.dtype, x, which) for which in range(num_results))
+    return _over_groups(rows, group, empty)
 
 
 def outer(
@@ -73,7 +89,7 @@ def outer(
         return _cover(start[i], end[i], _heights(OUTER_HEIGHTS, rows.num_rows), put, add, total)
 
     shape = (rows.sizes.shape[0], x.shape[1], g.shape[1])
-    total = zeros(shape, wide(how.dtype), x)
+    total = zeros(shape, wide(how.dtype), g)
     return _over_groups(rows, group, total).astype(how.dtype)
 
 
@@ -124,6 +140,12 @@ def _span(row, end, height, num_rows):
     at = jnp.minimum(row, num_rows - height)
     place = at + jnp.arange(height, dtype=jnp.int32)
     return at, ((place >= row) & (place < end))[:, None]
+
+
+def _put(y, part, inside, at):
+    """y with the part's rows from `at` on, those that are inside."""
+    kept = jnp.where(inside, part.astype(y.dtype), _cut(y, at, part.shape[0]))
+    return lax.dynamic_update_slice_in_dim(y, kept, at, 0)
 
 
 def _cut(values, at, height):
