@@ -53,7 +53,9 @@ def outer(
     depth, width, num_groups = x.shape[1], g.shape[1], rows.sizes.shape[0]
     height, deep, broad = _height(rows), _block(512, depth), _block(1024, width)
     plan = visits(rows, height, every_group=True)
-    row_block = lambda size, axis: pl.BlockSpec((height, size), lambda k, n, b, group, tile, *_: (tile[b], (k, n)[axis]))
+    row_block = lambda size, axis: pl.BlockSpec(
+        (height, size), lambda k, n, b, group, tile, *_: (tile[b], (k, n)[axis])
+    )
     specs = [row_block(deep, 0), row_block(broad, 1)]
     operands = [source, g]
     if scale is not None:
@@ -179,8 +181,12 @@ def _call(kernel, grid, in_specs, out_specs, scratch, shapes, plan, operands):
         spec = pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=5, grid=grid, in_specs=in_specs, out_specs=out_specs, scratch_shapes=scratch
         )
-        params = pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary", "arbitrary"), vmem_limit_bytes=_VMEM_BYTES)
-        return pl.pallas_call(kernel, out_shape=shapes, grid_spec=spec, interpret=interpret, compiler_params=params)(*args)
+        params = pltpu.CompilerParams(
+            dimension_semantics=("parallel", "arbitrary", "arbitrary"), vmem_limit_bytes=_VMEM_BYTES
+        )
+        return pl.pallas_call(kernel, out_shape=shapes, grid_spec=spec, interpret=interpret, compiler_params=params)(
+            *args
+        )
 
     args = (plan.group, plan.tile, plan.start, plan.stop, plan.num_visits, *operands)
     return lax.platform_dependent(
@@ -208,4 +214,6 @@ def _check(*operands: Array) -> None:
         if str(operand.dtype) not in DTYPES:
             raise NotImplementedError(f"'pallas_tpu' has no product of {operand.dtype}: it takes {', '.join(DTYPES)}")
     if not all(operand.size for operand in operands):
-        raise NotImplementedError(f"'pallas_tpu' with operands of {[operand.shape for operand in operands]}: one is empty")
+        raise NotImplementedError(
+            f"'pallas_tpu' with operands of {[operand.shape for operand in operands]}: one is empty"
+        )

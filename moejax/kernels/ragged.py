@@ -34,7 +34,9 @@ def outer(
     dtype = common(x.dtype, g.dtype)
     right = jnp.where(rows.live[:, None], scaled(g, scale), 0).astype(dtype)
     left = rows.read(x).astype(dtype)
-    total = lax.ragged_dot_general(left, right, _sizes(rows), _BY_SEGMENT, how.precision, preferred_element_type=wide(dtype))
+    total = lax.ragged_dot_general(
+        left, right, _sizes(rows), _BY_SEGMENT, how.precision, preferred_element_type=wide(dtype)
+    )
     return total.astype(how.dtype)
 
 
