@@ -1,5 +1,7 @@
 """The router losses in closed form, and what they say of balanced and collapsed routing."""
 
+import dataclasses
+
 import hypothesis
 import hypothesis.extra.numpy as hnp
 import jax
@@ -74,9 +76,11 @@ def test_counts_beyond_what_bf16_and_float16_hold_are_exact():
 
 
 def _stats(n, **kwargs):
-    base = dict.fromkeys(("aux_loss", "z_loss", "token_straggler"), jnp.zeros(n))
-    counts = {"num_assignments": jnp.zeros(n, jnp.int32), "num_dropped": jnp.zeros(n, jnp.int32)}
-    return RoutingStats(**{**base, **counts, "tokens_per_expert": jnp.zeros((*n, E), jnp.int32), **kwargs})
+    """Zeros, but for what is given."""
+    fields = [field.name for field in dataclasses.fields(RoutingStats)]
+    counts = {name: jnp.zeros(n, jnp.int32) for name in fields if name.startswith("num_")}
+    losses = {name: jnp.zeros(n) for name in fields if name not in counts}
+    return RoutingStats(**{**losses, **counts, "tokens_per_expert": jnp.zeros((*n, E), jnp.int32), **kwargs})
 
 
 def test_stats_weigh_and_reduce_over_layers():

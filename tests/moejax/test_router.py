@@ -120,7 +120,7 @@ def test_bf16_parameters_route_as_float32_ones_of_the_same_values(rule):
 
 
 def _stats(loads):
-    stats = RoutingStats(*[jnp.zeros(())] * 6)
+    stats = RoutingStats(**{field.name: jnp.zeros(()) for field in dataclasses.fields(RoutingStats)})
     return dataclasses.replace(stats, tokens_per_expert=jnp.asarray(loads, jnp.int32))
 
 
