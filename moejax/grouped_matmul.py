@@ -224,9 +224,7 @@ def _alike(tree):
 def _check(x, w, group_sizes, token_index, row_scale):
     """Raises ValueError unless shapes and kinds fit together."""
     if x.ndim != 2 or w.ndim != 3 or x.shape[1] != w.shape[1] or not w.shape[0]:
-        raise ValueError(
-            f"x of shape {x.shape} and w of shape {w.shape}: needs [M, K] and [G, K, N] with G of at least 1"
-        )
+        raise ValueError(f"x of shape {x.shape}, w of shape {w.shape}: needs [M, K] and [G, K, N], G at least 1")
     if group_sizes.shape != w.shape[:1] or not jnp.issubdtype(group_sizes.dtype, jnp.integer):
         raise ValueError(f"group_sizes {group_sizes.dtype}{group_sizes.shape}: needs integers of shape {w.shape[:1]}")
     if token_index is not None and (token_index.ndim != 1 or not jnp.issubdtype(token_index.dtype, jnp.integer)):
@@ -254,9 +252,7 @@ def _check_options(name, x, w, max_group_size):
         if name != "reference" and not jnp.issubdtype(dtype, jnp.floating):
             raise ValueError(f"{label} of dtype {dtype}: {name!r} needs floating point; 'reference' takes any dtype")
     if (max_group_size is None) == (name == "capacity"):
-        raise ValueError(
-            f"max_group_size={max_group_size!r} with {name!r}: 'capacity' needs it, and nothing else takes it"
-        )
+        raise ValueError(f"max_group_size={max_group_size!r} with {name!r}: 'capacity' needs it, no other takes it")
     if max_group_size is not None:
         positive("max_group_size", max_group_size)
 

@@ -210,7 +210,6 @@ def _check(*operands: Array) -> None:
     for operand in operands:
         if str(operand.dtype) not in DTYPES:
             raise NotImplementedError(f"'pallas_gpu' has no product of {operand.dtype}: it takes {', '.join(DTYPES)}")
+    shapes = [operand.shape for operand in operands]
     if not all(operand.size for operand in operands):
-        raise NotImplementedError(
-            f"'pallas_gpu' with operands of {[operand.shape for operand in operands]}: one is empty"
-        )
+        raise NotImplementedError(f"'pallas_gpu' with operands of {shapes}: one is empty")

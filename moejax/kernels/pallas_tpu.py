@@ -18,7 +18,10 @@ from moejax.kernels.tile_map import visits
 
 DTYPES = ("float32", "bfloat16", "float8_e4m3fn", "float8_e5m2")
 # Both buffers of every block and the sums must fit: 16 MiB of the 64 or more that a core has, beyond the default limit.
-_VMEM_BYTES = 64 * 2**20
+_PARAMS = pltpu.CompilerParams(
+    dimension_semantics=("parallel", "arbitrary", "arbitrary"),
+    vmem_limit_bytes=64 * 2**20,
+)
 _LANES = 128
 
 
@@ -53,10 +56,10 @@ def outer(
     depth, width, num_groups = x.shape[1], g.shape[1], rows.sizes.shape[0]
     height, deep, broad = _height(rows), _block(512, depth), _block(1024, width)
     plan = visits(rows, height, every_group=True)
-    row_block = lambda size, axis: pl.BlockSpec(
-        (height, size), lambda k, n, b, group, tile, *_: (tile[b], (k, n)[axis])
-    )
-    specs = [row_block(deep, 0), row_block(broad, 1)]
+    specs = [
+        pl.BlockSpec((height, deep), lambda k, n, b, group, tile, *_: (tile[b], k)),
+        pl.BlockSpec((height, broad), lambda k, n, b, group, tile, *_: (tile[b], n)),
+    ]
     operands = [source, g]
     if scale is not None:
         specs.append(pl.BlockSpec((height, 1), lambda k, n, b, group, tile, *_: (tile[b], 0)))
@@ -181,12 +184,8 @@ def _call(kernel, grid, in_specs, out_specs, scratch, shapes, plan, operands):
         spec = pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=5, grid=grid, in_specs=in_specs, out_specs=out_specs, scratch_shapes=scratch
         )
-        params = pltpu.CompilerParams(
-            dimension_semantics=("parallel", "arbitrary", "arbitrary"), vmem_limit_bytes=_VMEM_BYTES
-        )
-        return pl.pallas_call(kernel, out_shape=shapes, grid_spec=spec, interpret=interpret, compiler_params=params)(
-            *args
-        )
+        call = pl.pallas_call(kernel, shapes, grid_spec=spec, interpret=interpret, compiler_params=_PARAMS)
+        return call(*args)
 
     args = (plan.group, plan.tile, plan.start, plan.stop, plan.num_visits, *operands)
     return lax.platform_dependent(
@@ -213,7 +212,6 @@ def _check(*operands: Array) -> None:
     for operand in operands:
         if str(operand.dtype) not in DTYPES:
             raise NotImplementedError(f"'pallas_tpu' has no product of {operand.dtype}: it takes {', '.join(DTYPES)}")
+    shapes = [operand.shape for operand in operands]
     if not all(operand.size for operand in operands):
-        raise NotImplementedError(
-            f"'pallas_tpu' with operands of {[operand.shape for operand in operands]}: one is empty"
-        )
+        raise NotImplementedError(f"'pallas_tpu' with operands of {shapes}: one is empty")

@@ -34,9 +34,8 @@ def outer(
     dtype = common(x.dtype, g.dtype)
     right = jnp.where(rows.live[:, None], scaled(g, scale), 0).astype(dtype)
     left = rows.read(x).astype(dtype)
-    total = lax.ragged_dot_general(
-        left, right, _sizes(rows), _BY_SEGMENT, how.precision, preferred_element_type=wide(dtype)
-    )
+    result = wide(dtype)
+    total = lax.ragged_dot_general(left, right, _sizes(rows), _BY_SEGMENT, how.precision, preferred_element_type=result)
     return total.astype(how.dtype)
 
 

@@ -100,9 +100,7 @@ def _check(implementation, shape, load, dtype, **kind):
     got, want = _both(case, **_options(implementation)), _loop(*case)
     assert {a.dtype for a in got[:3]} == {jnp.dtype(dtype)}
     _assert_close(got, want, TOLERANCE[dtype])
-    assert not np.asarray(got[2], np.float32)[np.asarray(case[2]) == 0].any(), (
-        "an empty group's gradient is exactly zero"
-    )
+    assert not np.asarray(got[2], np.float32)[np.asarray(case[2]) == 0].any(), "an empty group's gradient is zero"
 
 
 @pytest.mark.parametrize("load", ["even", "all", "one", "tail", "none"])
@@ -212,11 +210,9 @@ def test_orders_give_one_answer():
 
 def test_choice():
     """No table line is ragged_dot's dense product; kernels only get what they take."""
-    ask = lambda platform, dtype="bfloat16", num_numbers=8, bound=None: choose(
-        platform, (dtype, dtype), num_numbers, bound
-    )
+    ask = lambda platform, dtype="bfloat16", size=8, bound=None: choose(platform, (dtype, dtype), size, bound)
     assert (ask("cpu"), ask("gpu"), ask("tpu")) == ("tiles", "pallas_gpu", "pallas_tpu")
-    assert ask("gpu", "float64") == ask("tpu", "float16") == ask("gpu", num_numbers=0) == "tiles"
+    assert ask("gpu", "float64") == ask("tpu", "float16") == ask("gpu", size=0) == "tiles"
     assert ask("cpu", bound=4) == "capacity"
     assert {line.implementation for line in TABLE} <= set(IMPLEMENTATIONS) - {"reference", "ragged_dot"}
 
@@ -256,9 +252,8 @@ def test_inside_shard_map():
     )
     dx, dw, dscale = jax.jit(run)(two(x), w, two(scale))
     _, want_dx, want_dw, want_dscale = _loop(x, w, sizes, index, scale, dy)
-    _assert_close(
-        (None, dx, dw, dscale), (None, *map(np.concatenate, ([want_dx] * 2, [2 * want_dw], [want_dscale] * 2))), 2e-6
-    )
+    want = None, np.concatenate([want_dx] * 2), 2 * want_dw, np.concatenate([want_dscale] * 2)
+    _assert_close((None, dx, dw, dscale), want, 2e-6)
 
 
 @pytest.mark.parametrize(
