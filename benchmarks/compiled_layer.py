@@ -5,7 +5,9 @@ clock's. Eight devices, experts over all of them, 4,096 tokens each, bfloat16. T
 already grouped, with the weights' and the rows' gradients: what it takes, no layer of that capacity can save.
 """
 
+import tempfile
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -27,7 +29,7 @@ SHAPES = {
     "OLMoE-like": {"d_model": 2048, "d_ff": 1024, "num_experts": 64, "top_k": 8},
     "Mixtral-like": {"d_model": 4096, "d_ff": 14336, "num_experts": 8, "top_k": 2},
 }
-SETTINGS: dict[str, dict[str, Any]] = {"all_to_all": {}}
+SETTINGS: dict[str, dict[str, Any]] = {"cells": {}, "pools": {"capacity": "pool"}}
 TOKENS_A_DEVICE = 4096
 TIMEOUT_SECONDS = 1200  # the longest took 162 s on two idle cores
 
@@ -53,8 +55,11 @@ def _rows(target: str, shape: str) -> list[dict]:
     rows, bare_cycles = [], 0
     for name, (build, settings) in programs.items():
         arguments = {"config": SHAPES[shape] | settings}
-        compiled = aot.compile_for(target, f"{__name__}:{build}", arguments, timeout_seconds=TIMEOUT_SECONDS)
-        program = hlo.read(compiled.text)
+        with tempfile.TemporaryDirectory() as folder:
+            compiled = aot.compile_for(
+                target, f"{__name__}:{build}", arguments, out=Path(folder), timeout_seconds=TIMEOUT_SECONDS
+            )
+            program = hlo.read(compiled.text)
         bare_cycles = bare_cycles or program.cycles
         rows.append({"target": target, "shape": shape, "program": name, **_figures(compiled, program, bare_cycles)})
     return rows

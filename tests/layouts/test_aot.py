@@ -2,12 +2,19 @@
 
 import subprocess
 import sys
+import tempfile
 
 import pytest
 
 from layouts import aot, hlo
 
 LAYER = "tests.layouts.programs:layer"
+
+
+@pytest.fixture(autouse=True)
+def texts_go_away(monkeypatch, tmp_path):
+    """Texts that no test gives a folder go with the test's own."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
 
 def needs_compilers(target: str) -> None:
