@@ -10,13 +10,13 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Shaped
 
-from moejax.kernels.rows import How, Rows, dot, scaled, take, wide, zeros
+from moejax.kernels.rows import How, Rows, common, dot, scaled, take, wide, zeros
 
 # Whole tiles of the first height, then of the next for what is left, the last covering the rest: on XLA:CPU a 16-row
 # product runs at 0.8 of a 256-row one's rate, so many small tiles beat one that is mostly padding.
-PRODUCT_HEIGHTS = (256, 64, 16)
+PRODUCT_HEIGHTS = (512, 128, 32, 8)
 # Here every tile costs a pass over a [K, N] sum, so what is left after the whole tiles goes into one that fits.
-OUTER_HEIGHTS = (256, 128, 64, 32)
+OUTER_HEIGHTS = (512, 384, 256, 192, 128, 96, 64, 32)
 
 
 def product(
@@ -52,8 +52,8 @@ def _forward(x, weights, rows, scale, how, transpose, finish, num_results=1):
     def group(g, results):
         mine = [lax.dynamic_index_in_dim(w, g, keepdims=False) for w in weights]
 
-        def tile(row, height, results):
-            at, inside = _span(row, end[g], height, rows.num_rows)
+        def tile(row, height, whole, results):
+            at, inside = _span(row, end[g], height, whole, rows.num_rows)
             source = _tile(x, rows.index, at, height)
             factor = _cut(scale, at, height)
             parts = finish(tuple(scaled(dot(source, w, contract, how), factor) for w in mine))
@@ -72,25 +72,25 @@ def outer(
     """[G, K, N]: the sum over each group's rows of x[row]^T (scale * g)[row]; zeros for an empty group."""
     start, end = rows.start, rows.end
 
-    def group(i, total):
-        def part(row, height):
-            at, mine = _span(row, end[i], height, rows.num_rows)
-            left = jnp.where(mine, _tile(x, rows.index, at, height), 0)
-            right = jnp.where(mine, scaled(_cut(g, at, height), _cut(scale, at, height)), 0)
+    def group(_, i):
+        def part(row, height, whole):
+            at, inside = _span(row, end[i], height, whole, rows.num_rows)
+            left = _or(inside, _tile(x, rows.index, at, height), 0)
+            right = _or(inside, scaled(_cut(g, at, height), _cut(scale, at, height)), 0)
             return dot(left, right, (((0,), (0,)), ((), ())), how)
 
-        def put(row, height, total):
-            return lax.dynamic_update_index_in_dim(total, part(row, height), i, 0)
+        def put(row, height, whole, _):
+            return part(row, height, whole)
 
-        def add(row, height, total):
-            so_far = lax.dynamic_index_in_dim(total, i, keepdims=False)
-            return lax.dynamic_update_index_in_dim(total, so_far + part(row, height), i, 0)
+        def add(row, height, whole, total):
+            return total + part(row, height, whole)
 
-        return _cover(start[i], end[i], _heights(OUTER_HEIGHTS, rows.num_rows), put, add, total)
+        total = zeros((x.shape[1], g.shape[1]), wide(common(x.dtype, g.dtype)), g)
+        if rows.num_rows:
+            total = _cover(start[i], end[i], _heights(OUTER_HEIGHTS, rows.num_rows), put, add, total)
+        return None, total.astype(how.dtype)
 
-    shape = (rows.sizes.shape[0], x.shape[1], g.shape[1])
-    total = zeros(shape, wide(how.dtype), g)
-    return _over_groups(rows, group, total).astype(how.dtype)
+    return lax.scan(group, None, jnp.arange(rows.sizes.shape[0]))[1]
 
 
 def _over_groups(rows, group, carry):
@@ -108,11 +108,11 @@ def _heights(ladder, num_rows):
 
 
 def _greedy(start, end, heights, tile, carry):
-    """tile(row, height, carry) over [start, end): whole tiles of each height in turn, the last one rounded up."""
+    """tile(row, height, whole, carry) over [start, end): whole tiles of each height in turn, the last rounded up."""
     for height in heights:
-        left = end - start
-        turns = left // height if height != heights[-1] else -(-left // height)
-        carry = _repeat(turns, start, height, tile, carry)
+        left, whole = end - start, height != heights[-1]
+        turns = left // height if whole else -(-left // height)
+        carry = _repeat(turns, start, height, whole, tile, carry)
         start = start + turns * height
     return carry
 
@@ -125,18 +125,20 @@ def _cover(start, end, heights, first, rest, carry):
     left = end - row
     for height, lower in zip(heights, (*heights[1:], 0), strict=True):
         fits = (left > lower) & (left <= height)
-        carry = _repeat(fits.astype(jnp.int32), row, height, first, carry)
-    return _repeat(turns, start, tall, rest, carry)
+        carry = _repeat(fits.astype(jnp.int32), row, height, False, first, carry)
+    return _repeat(turns, start, tall, True, rest, carry)
 
 
-def _repeat(turns, start, height, tile, carry):
+def _repeat(turns, start, height, whole, tile, carry):
     # The row must depend on the turn even where there is only one: XLA hoists an invariant body, and the product would
     # then be done whether or not the tile exists.
-    return lax.fori_loop(0, turns, lambda turn, carry: tile(start + turn * height, height, carry), carry)
+    return lax.fori_loop(0, turns, lambda turn, carry: tile(start + turn * height, height, whole, carry), carry)
 
 
-def _span(row, end, height, num_rows):
-    """Where a tile for [row, end) starts, and which of its rows are inside."""
+def _span(row, end, height, whole, num_rows):
+    """Where a tile for [row, end) starts, and which rows are inside; None for all, of a tile known to be whole."""
+    if whole:
+        return row, None
     at = jnp.minimum(row, num_rows - height)
     place = at + jnp.arange(height, dtype=jnp.int32)
     return at, ((place >= row) & (place < end))[:, None]
@@ -144,8 +146,12 @@ def _span(row, end, height, num_rows):
 
 def _put(y, part, inside, at):
     """y with the part's rows from `at` on, those that are inside."""
-    kept = jnp.where(inside, part.astype(y.dtype), _cut(y, at, part.shape[0]))
+    kept = _or(inside, part.astype(y.dtype), _cut(y, at, part.shape[0]))
     return lax.dynamic_update_slice_in_dim(y, kept, at, 0)
+
+
+def _or(inside, rows, others):
+    return rows if inside is None else jnp.where(inside, rows, others)
 
 
 def _cut(values, at, height):
