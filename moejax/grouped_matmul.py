@@ -72,7 +72,8 @@ def grouped_matmul(
         is M, and row r reads x[r].
       row_scale: [R] floating point factors of the result's rows.
       implementation: a name from `IMPLEMENTATIONS`; None chooses by backend and shape (see `moejax.kernels.choice`).
-      max_group_size: for "capacity": rows that each group is padded to. Larger groups take another way, at its price.
+      max_group_size: for "capacity": the rows that each group is padded to. Where a group has more, the product is done
+        as by "tiles". With no implementation named, "capacity" is taken where the padding is small.
       group_order: for "pallas_gpu": which groups its grid begins with, a name from `moejax.kernels.tile_map.ORDERS`.
 
     Returns:
@@ -84,11 +85,12 @@ def grouped_matmul(
       NotImplementedError: where the named implementation cannot serve the case.
     """
     _check(x, w, group_sizes, token_index, row_scale)
-    name = _name(implementation, x, w, max_group_size)
+    rows = _rows(x, group_sizes, token_index)
+    name = _name(implementation, x, w, rows, max_group_size)
     _check_order(group_order, name)
     dtype = jnp.dtype(preferred_element_type or common(x.dtype, w.dtype))
     how = How(dtype, precision, max_group_size, group_order or ORDERS[0])
-    x, w, row_scale, rows = _alike((x, w, row_scale, _rows(x, group_sizes, token_index)))
+    x, w, row_scale, rows = _alike((x, w, row_scale, rows))
     with jax.named_scope("moe/grouped_matmul"):
         if name == "reference":
             return reference.grouped_product(x, w, rows, row_scale, how)
@@ -129,13 +131,15 @@ def grouped_glu(
     if (gate.shape, gate.dtype) != (up.shape, up.dtype):
         raise ValueError(f"gate {gate.dtype}{gate.shape} and up {up.dtype}{up.shape}: need one shape and dtype")
     _check(x, gate, group_sizes, token_index, None)
-    name = _name(implementation, x, gate, max_group_size)
+    rows = _rows(x, group_sizes, token_index)
+    name = _name(implementation, x, gate, rows, max_group_size)
     if name not in KERNELS or KERNELS[name].glu is None:
-        options = {"token_index": token_index, "implementation": name, "max_group_size": max_group_size}
+        bound = max_group_size if name == "capacity" else None
+        options = {"token_index": token_index, "implementation": name, "max_group_size": bound}
         product = lambda w: grouped_matmul(x, w, group_sizes, precision, preferred_element_type, **options)
         return nonlinearity(product(gate)) * product(up)
     how = How(jnp.dtype(preferred_element_type or common(x.dtype, gate.dtype)), precision)
-    x, gate, up, rows = _alike((x, gate, up, _rows(x, group_sizes, token_index)))
+    x, gate, up, rows = _alike((x, gate, up, rows))
     with jax.named_scope("moe/grouped_glu"):
         return _glu(KERNELS[name], nonlinearity, how, x, gate, up, rows)
 
@@ -145,13 +149,21 @@ def _rows(x, group_sizes, token_index) -> Rows:
     return Rows(jnp.asarray(group_sizes), None if token_index is None else jnp.asarray(token_index), num_rows)
 
 
-def _name(implementation, x, w, max_group_size) -> str:
-    """The implementation asked for, or the table's; ValueError where that is none, or does not take the operands."""
-    if implementation is not None:
-        one_of("implementation", implementation, IMPLEMENTATIONS)
-    dtypes = str(x.dtype), str(w.dtype)
-    name = implementation or choose(jax.default_backend(), dtypes, min(x.size, w.size), max_group_size)
-    _check_options(name, x, w, max_group_size)
+def _name(implementation, x, w, rows, max_group_size) -> str:
+    """The implementation asked for, or the table's; ValueError where that is none, or does not take what it gets."""
+    if max_group_size is not None:
+        positive("max_group_size", max_group_size)
+    name = implementation
+    if name is None:
+        padding = None if max_group_size is None else w.shape[0] * max_group_size / max(1, rows.num_rows)
+        name = choose(jax.default_backend(), (str(x.dtype), str(w.dtype)), min(x.size, w.size), padding)
+    else:
+        one_of("implementation", name, IMPLEMENTATIONS)
+        if (max_group_size is None) == (name == "capacity"):
+            raise ValueError(f"max_group_size={max_group_size!r} with {name!r}: 'capacity' needs it, no other takes it")
+    for label, dtype in (("x", x.dtype), ("w", w.dtype)):
+        if name != "reference" and not jnp.issubdtype(dtype, jnp.floating):
+            raise ValueError(f"{label} of dtype {dtype}: {name!r} needs floating point; 'reference' takes any dtype")
     return name
 
 
@@ -244,17 +256,6 @@ def _check_sizes(group_sizes, num_rows):
         raise ValueError(f"group_sizes has {sizes.min()} for group {sizes.argmin()}: needs 0 or more")
     if sizes.sum(dtype=np.int64) > num_rows:
         raise ValueError(f"group_sizes add up to {sizes.sum(dtype=np.int64)}: needs at most the {num_rows} rows")
-
-
-def _check_options(name, x, w, max_group_size):
-    """Raises ValueError for what the implementation does not take."""
-    for label, dtype in (("x", x.dtype), ("w", w.dtype)):
-        if name != "reference" and not jnp.issubdtype(dtype, jnp.floating):
-            raise ValueError(f"{label} of dtype {dtype}: {name!r} needs floating point; 'reference' takes any dtype")
-    if (max_group_size is None) == (name == "capacity"):
-        raise ValueError(f"max_group_size={max_group_size!r} with {name!r}: 'capacity' needs it, no other takes it")
-    if max_group_size is not None:
-        positive("max_group_size", max_group_size)
 
 
 def _check_order(group_order, name):

@@ -192,6 +192,14 @@ def _visited(plan):
     return [(group, row) for group, tile in visits for row in rows(group, tile)]
 
 
+def test_a_bound_may_be_far_off():
+    """With no implementation named it is a hint: where padding to it would be most of the work, none is done."""
+    x, w, sizes, *_ = _case("odd", "one", "float32")
+    lowered = lambda bound: jax.jit(lambda x, w, n: grouped_matmul(x, w, n, max_group_size=bound)).lower(x, w, sizes)
+    assert "f32[5,37," not in lowered(37).as_text("hlo")
+    assert "f32[5,8," in lowered(8).as_text("hlo")
+
+
 def test_orders():
     """Fullest first; fullest and emptiest in turn; the rows of no group last."""
     rows = Rows(jnp.asarray([1, 5, 0, 3, 4]), None, 20)
@@ -210,10 +218,10 @@ def test_orders_give_one_answer():
 
 def test_choice():
     """No table line is ragged_dot's dense product; kernels only get what they take."""
-    ask = lambda platform, dtype="bfloat16", size=8, bound=None: choose(platform, (dtype, dtype), size, bound)
+    ask = lambda platform, dtype="bfloat16", size=8, padding=None: choose(platform, (dtype, dtype), size, padding)
     assert (ask("cpu"), ask("gpu"), ask("tpu")) == ("tiles", "pallas_gpu", "pallas_tpu")
     assert ask("gpu", "float64") == ask("tpu", "float16") == ask("gpu", size=0) == "tiles"
-    assert ask("cpu", bound=4) == "capacity"
+    assert (ask("cpu", padding=1.2), ask("cpu", padding=8.0)) == ("capacity", "tiles")
     assert {line.implementation for line in TABLE} <= set(IMPLEMENTATIONS) - {"reference", "ragged_dot"}
 
 
