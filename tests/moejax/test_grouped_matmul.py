@@ -120,6 +120,15 @@ def test_bfloat16(implementation):
     _check(implementation, "odd", "one", "bfloat16", indexed=True)
 
 
+@pytest.mark.parametrize("implementation", ["tiles", "pallas_gpu", "pallas_tpu"])
+def test_float8(implementation):
+    """Operands of one byte, sums in float32: the result is exact for rounded operands; gradients round to a byte."""
+    case = _case("odd", "one", "float8_e4m3fn")
+    got, want = _both(case, preferred_element_type=jnp.float32, **_options(implementation)), _loop(*case)
+    _assert_close((got[0], None, None, None), want, 2e-6)
+    _assert_close((None, *got[1:]), want, 2**-4)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [{}, {"indexed": True}, {"scaled": True}, {"indexed": True, "scaled": True}])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
