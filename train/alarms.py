@@ -47,9 +47,7 @@ class Alarms:
     def _drops(self, fraction: float) -> dict[str, str]:
         if fraction <= self.cfg.dropped_fraction:
             return {}
-        return {
-            "drops": f"{fraction:.1%} of the assignments were dropped (alarm above {self.cfg.dropped_fraction:.1%})"
-        }
+        return {"drops": f"{fraction:.1%} of the assignments were dropped (alarm above {self.cfg.dropped_fraction:.1%})"}
 
     def _dead(self, tokens: np.ndarray) -> dict[str, str]:
         """tokens: [layers, E], routed to each expert in this step."""

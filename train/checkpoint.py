@@ -163,9 +163,7 @@ def describe_run(cfg: TrainConfig, digest: str) -> dict[str, Any]:
 
 def _by_name(state: TrainState) -> dict[str, Any]:
     """The leaves by their path: what a checkpoint is made of does not depend on the classes that hold it."""
-    return {
-        jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in jax.tree.leaves_with_path(state)
-    }
+    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in jax.tree.leaves_with_path(state)}
 
 
 def _shapes(arrays: dict[str, Any]) -> dict[str, str]:

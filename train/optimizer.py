@@ -18,9 +18,7 @@ def make_schedule(cfg: TrainConfig) -> optax.Schedule:
 def make_optimizer(cfg: TrainConfig) -> optax.GradientTransformation:
     """The optimizer of a run."""
     chosen = cfg.optimizer
-    adamw = optax.adamw(
-        make_schedule(cfg), chosen.b1, chosen.b2, chosen.eps, weight_decay=chosen.weight_decay, mask=_decays
-    )
+    adamw = optax.adamw(make_schedule(cfg), chosen.b1, chosen.b2, chosen.eps, weight_decay=chosen.weight_decay, mask=_decays)
     return optax.chain(optax.clip_by_global_norm(chosen.clip_norm), adamw)
 
 

@@ -3,6 +3,8 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from moejax.step import TrainState, make_logits
 from train.config import RULES, TrainConfig
@@ -29,24 +31,31 @@ def encode_prompt(cfg: TrainConfig, tokenizer: Tokenizer) -> np.ndarray:
 def sample_text(cfg: TrainConfig, state: TrainState, tokenizer: Tokenizer) -> str:
     """The prompt and `cfg.sample.num_tokens` tokens after it, cut at the document's end if one is drawn."""
     prompt = encode_prompt(cfg, tokenizer)
-    logits = make_logits(cfg.model, RULES)
     end = len(prompt) + cfg.sample.num_tokens
-
-    def add_token(i, carry):
-        tokens, key = carry
-        key, now = jax.random.split(key)
-        scores = logits(state.params, state.router, tokens)[0, i - 1] / cfg.sample.temperature
-        # Ids that stand for no text and do not end the document are never written.
-        legal = (jnp.arange(scores.shape[0]) < tokenizer.num_text_ids) | (
-            jnp.arange(scores.shape[0]) == tokenizer.num_text_ids + 1
-        )
-        token = jax.random.categorical(now, jnp.where(legal, scores, -jnp.inf))
-        return tokens.at[0, i].set(token.astype(jnp.int32)), key
-
-    def draw(tokens, key):
-        return jax.lax.fori_loop(len(prompt), end, add_token, (tokens, key))[0]
-
-    start = jnp.zeros((1, cfg.seq), jnp.int32).at[0, : len(prompt)].set(prompt)
-    tokens = np.asarray(jax.jit(draw)(start, jax.random.key(cfg.seed)))[0, 1:end]
+    row = np.zeros((1, cfg.seq), np.int32)
+    row[0, : len(prompt)] = prompt
+    everywhere = NamedSharding(jax.sharding.get_mesh(), P())
+    draw = jax.jit(_make_draw(cfg, tokenizer.num_text_ids, len(prompt), end), out_shardings=everywhere)
+    tokens = np.asarray(draw(state.params, state.router, row, jax.random.key(cfg.seed)))[0, 1:end]
     ends = np.flatnonzero(tokens == tokenizer.num_text_ids + 1)
     return tokenizer.decode(tokens[: ends[0]] if len(ends) else tokens)
+
+
+def _make_draw(cfg: TrainConfig, num_text_ids: int, begin: int, end: int):
+    """(params, router, tokens [1, seq], key) -> tokens, those from `begin` to `end` drawn one after the other."""
+    logits = make_logits(cfg.model, RULES)
+    # Ids that stand for no text and do not end the document are never written.
+    ids = np.arange(cfg.model.vocab_size)
+    legal = (ids < num_text_ids) | (ids == num_text_ids + 1)
+
+    def draw(params, router, tokens, key):
+        def add_token(i, carry):
+            tokens, key = carry
+            key, now = jax.random.split(key)
+            scores = logits(params, router, tokens)[0, i - 1] / cfg.sample.temperature
+            token = jax.random.categorical(now, jnp.where(legal, scores, -jnp.inf))
+            return tokens.at[0, i].set(token.astype(jnp.int32)), key
+
+        return jax.lax.fori_loop(begin, end, add_token, (tokens, key))[0]
+
+    return draw

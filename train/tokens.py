@@ -50,9 +50,7 @@ class FileTokenizer:
         import tokenizers
 
         if not Path(path).is_file():
-            raise InputError(
-                f"data.tokenizer={path!r}: no such file; legal are 'bytes' and the path of a tokenizer.json"
-            )
+            raise InputError(f"data.tokenizer={path!r}: no such file; legal are 'bytes' and the path of a tokenizer.json")
         try:
             self._inner = tokenizers.Tokenizer.from_file(path)
         except Exception as error:  # the library raises bare Exception for every malformed file

@@ -154,9 +154,7 @@ def test_a_position_resumes_to_the_bit(rows, done):
 @pytest.mark.parametrize("num_processes", [2, 4])
 def test_processes_load_blocks_of_the_same_global_batch(rows, num_processes):
     parts = [take(batches_of(rows, process, num_processes), 6) for process in range(num_processes)]
-    joined = [
-        {name: np.concatenate([part[step][name] for part in parts]) for name in parts[0][step]} for step in range(6)
-    ]
+    joined = [{name: np.concatenate([part[step][name] for part in parts]) for name in parts[0][step]} for step in range(6)]
     assert_same(joined, take(batches_of(rows), 6))
 
 

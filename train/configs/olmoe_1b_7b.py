@@ -12,9 +12,7 @@ def olmoe_1b_7b() -> TrainConfig:
     tokens (5 trillion) are the paper's; unlike it, QK-norm is over each head and what exceeds the capacity is dropped.
     Give it your own text and tokenizer: data.corpus=... data.tokenizer=FILE.json.
     """
-    moe = MoEConfig(
-        d_model=2048, d_ff=1024, num_experts=64, top_k=8, router=Softmax(renormalise=False), capacity_factor=1.25
-    )
+    moe = MoEConfig(d_model=2048, d_ff=1024, num_experts=64, top_k=8, router=Softmax(renormalise=False), capacity_factor=1.25)
     model = TransformerConfig(
         vocab_size=50304,
         num_layers=16,

@@ -19,7 +19,7 @@ def tiny() -> TrainConfig:
     """
     moe = MoEConfig(d_model=16, d_ff=32, num_experts=8, top_k=2, capacity_factor=None, num_senders=8, dtype="float32")
     model = TransformerConfig(
-        vocab_size=264, num_layers=2, d_model=16, num_heads=2, num_kv_heads=1, d_ff=32, moe=moe, dtype="float32"
+        vocab_size=264, num_layers=2, d_model=16, num_heads=4, num_kv_heads=2, d_ff=32, moe=moe, dtype="float32"
     )
     return TrainConfig(
         model=model,
