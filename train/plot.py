@@ -29,7 +29,7 @@ def plot_run(metrics: Lines, path: Path, title: str) -> None:
         _plot_load(axes[1, 0], moe)
         _plot_drops(axes[2, 0], moe)
     axes[-1, 0].xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes[-1, 0].set_xlim(0, metrics[-1]["step"])
+    axes[-1, 0].set_xlim(0, 1.01 * metrics[-1]["step"])
     axes[-1, 0].set_xlabel("optimizer step")
     figure.suptitle(title)
     figure.savefig(path, dpi=120)

@@ -38,7 +38,7 @@ def report(run: Run, evaluation: dict[str, float]) -> None:
         say(f"\nsample (temperature {run.cfg.sample.temperature}):\n{_indent(sample)}")
     for line in load_lines(metrics):
         say(line)
-    plot_run(metrics, run.folder / "plot.png", title=f"{run.folder.name}: {run.text.corpus.name}")
+    plot_run(metrics, run.folder / "plot.png", title=f"{run.folder.name}: language model trained on {run.text.corpus.name}")
     say(f"\ncheckpoint   {run.checkpoints.folder / str(run.step)}")
     say(f"metrics      {run.log.path}")
     say(f"tensorboard  {run.folder / 'tensorboard'}")
