@@ -66,6 +66,8 @@ class Collective:
 class Program:
     """Figures of one device over one run; loop bodies times their trip counts, every branch of a conditional counted.
 
+    Where `loops` has a None, the figures hold for the number of turns that `read` was told, by default one.
+
     Attributes:
       collectives: one entry a kind and group size.
       dot_flops: of matrix products: dots, convolutions, library calls.
@@ -81,7 +83,7 @@ class Program:
       uncosted_scatter_bytes: the same of scatter fusions.
       sorts, scatters, gathers, top_ks: instructions in the text, fusions entered.
       sort_keys: elements sorted in all runs.
-      loops: each loop's trip count, None where the text does not tell (then counted as one turn).
+      loops: each loop's trip count, None where the text does not tell.
       conditionals: how many there are.
       custom_calls: instructions by target.
     """
@@ -136,31 +138,36 @@ class Visit:
     in_reduce_scatter: bool
 
 
-def read(text: str) -> Program:
+def read(text: str, unknown_turns: int = 1) -> Program:
     """The figures of a compiled text.
+
+    Args:
+      text: what `Compiled.as_text()` returns.
+      unknown_turns: turns to count for loops whose trip count the text does not tell (`Program.loops`), such as those
+        that end when the data say so.
 
     Raises:
       ValueError: where the text is not a compiled module.
     """
-    return count(parse(text))
+    return count(parse(text), unknown_turns)
 
 
-def walk(module: Module) -> Iterator[Visit]:
+def walk(module: Module, unknown_turns: int = 1) -> Iterator[Visit]:
     """Every instruction that runs, from the entry through loops, branches, calls and fusions; no "-done" halves."""
-    return _walk(module, module.entry, 1, False, False)
 
+    def enter(name: str, times: int, fused: bool, scattered: bool) -> Iterator[Visit]:
+        computation = module.computations[name]
+        for instruction in computation:
+            if instruction.op.endswith(("-done", "-update")):
+                continue
+            yield Visit(instruction, computation, times, fused, scattered)
+            turns = (trip_count(instruction, module) or unknown_turns) if instruction.op == "while" else 1
+            within = fused or instruction.op == "fusion"
+            for called in _entered(instruction, module):
+                named_so = "reduce-scatter" in called or "reduce-scatter" in instruction.name
+                yield from enter(called, times * turns, within, scattered or named_so)
 
-def _walk(module: Module, name: str, times: int, fused: bool, scattered: bool) -> Iterator[Visit]:
-    computation = module.computations[name]
-    for instruction in computation:
-        if instruction.op.endswith(("-done", "-update")):
-            continue
-        yield Visit(instruction, computation, times, fused, scattered)
-        inner = times * (trip_count(instruction, module) or 1) if instruction.op == "while" else times
-        within = fused or instruction.op == "fusion"
-        for called in _entered(instruction, module):
-            named_so = "reduce-scatter" in called or "reduce-scatter" in instruction.name
-            yield from _walk(module, called, inner, within, scattered or named_so)
+    return enter(module.entry, 1, False, False)
 
 
 def _entered(instruction: Instruction, module: Module) -> list[str]:
@@ -186,9 +193,9 @@ def trip_count(loop: Instruction, module: Module) -> int | None:
     return int(bounds[0].argument_text) or None
 
 
-def count(module: Module) -> Program:
-    """The figures of a parsed module."""
-    visits = list(walk(module))
+def count(module: Module, unknown_turns: int = 1) -> Program:
+    """The figures of a parsed module; see `read`."""
+    visits = list(walk(module, unknown_turns))
     scheduled = [visit for visit in visits if not visit.fused]
     plain = [(visit, cycles) for visit in scheduled if (cycles := _cycles(visit)) and not _is_start(visit)]
     loops = [visit.instruction for visit in visits if visit.instruction.op == "while"]

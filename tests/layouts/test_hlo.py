@@ -196,6 +196,8 @@ def test_trip_counts(bound, recorded, trips):
     assert program.loops == (trips,)
     found = program.of_kind("all-to-all")
     assert (found.count, found.executed, found.wire_bytes) == (1, trips or 1, 384 * (trips or 1))
+    told = hlo.read(module(BODY, condition(bound), entry(*CARRY, loop(trips=recorded))), unknown_turns=7)
+    assert told.of_kind("all-to-all").executed == (trips or 7)
 
 
 def test_loops_in_loops_multiply():
