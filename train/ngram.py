@@ -5,6 +5,7 @@ context at its beginning.
 """
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Sequence
@@ -28,6 +29,11 @@ class NgramModel:
 
     counts: tuple[np.ndarray, ...]
 
+    @functools.cached_property
+    def _contexts(self) -> tuple[tuple[np.ndarray, np.ndarray], ...]:
+        """By order, for every context: how often it was seen, and followed by how many different symbols."""
+        return tuple((counts.sum(-1), (counts > 0).sum(-1)) for counts in self.counts)
+
     def bits(self, symbols: np.ndarray, order: int) -> float:
         """Bits to encode a text with contexts of order - 1 symbols.
 
@@ -37,12 +43,11 @@ class NgramModel:
         """
         grams = _grams(symbols)
         probability = np.full(len(symbols), 1 / SYMBOLS)
-        for counts in self.counts[:order]:
+        for counts, (seen, kinds) in zip(self.counts[:order], self._contexts, strict=False):
             parts = grams[3 - counts.ndim :]
             context = tuple(parts[:-1])
-            seen = counts.sum(-1)[context]
-            kinds = np.maximum((counts > 0).sum(-1)[context], 1)
-            probability = (counts[(*context, parts[-1])] + kinds * probability) / (seen + kinds)
+            n, r = seen[context], np.maximum(kinds[context], 1)
+            probability = (counts[(*context, parts[-1])] + r * probability) / (n + r)
         return float(-np.log2(probability).sum())
 
     def bits_per_byte(self, symbols: np.ndarray, order: int) -> float:

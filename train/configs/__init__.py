@@ -19,7 +19,7 @@ def get_config(name: str) -> TrainConfig:
       InputError: for an unknown name, offering the nearest.
     """
     if name not in CONFIGS:
-        near = difflib.get_close_matches(name, CONFIGS, n=1)
+        near = difflib.get_close_matches(name, CONFIGS, n=1, cutoff=0.4)
         hint = f"did you mean {near[0]!r}? " if near else ""
         raise InputError(f"unknown config {name!r}; {hint}legal are {', '.join(CONFIGS)}")
     return CONFIGS[name]()
