@@ -71,7 +71,8 @@ def _read(text: str, config: Mapping[str, Any]) -> tuple[int, hlo.Program]:
     """The program, and the turns counted for loops that end when the data say so (0 where there are none).
 
     Such a loop goes over the tiles of rows that are really there. Counted are as many turns as bring the products to those
-    of all assignments, nothing dropped and no tile partly empty: the least that any routing without drops can take.
+    of all assignments, the same for every loop. With loops for several heights of tile, few of which any run enters, take
+    the cycles and the bytes moved for an upper bound.
     """
     once = hlo.read(text)
     if None not in once.loops:

@@ -78,7 +78,7 @@ class Program:
       cycles_in_loops: the part of `cycles` inside loops of more than one turn.
       cycles_by_scope: `cycles` by JAX scope, "~" before those of a backward pass; largest first.
       moved_bytes: operands and results of every scheduled instruction but collectives and in-place slice updates; on
-        TPU those in vector memory too.
+        TPU those in vector memory too. An operand of which a fusion reads a slice counts whole, in every turn of a loop.
       uncosted_gather_bytes: twice the results of gather fusions that have no cycle estimate.
       uncosted_scatter_bytes: the same of scatter fusions.
       sorts, scatters, gathers, top_ks: instructions in the text, fusions entered.
