@@ -49,10 +49,17 @@ class Checkpoints:
         )
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="manifest")
         self._saving: Future[None] | None = None
+        self._newest: int | None = None
 
     def save(self, step: int, state: TrainState, position: dict[str, Any], about: dict[str, Any]) -> None:
-        """Starts to save. Returns when the arrays are copied, so that they may be donated to the next step."""
+        """Starts to save, unless this step is the newest one saved or restored already.
+
+        Returns when the arrays are copied, so that they may be donated to the next step.
+        """
+        if step == self._newest:
+            return
         self.wait()
+        self._newest = step
         arrays = _by_name(state)
         self._manager.save(
             step,
@@ -74,6 +81,7 @@ class Checkpoints:
         wanted = _by_name(abstract)
         _check_shapes(self.folder / str(step), about["shapes"], _shapes(wanted))
         found = self._manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore(wanted)))["state"]
+        self._newest = step
         leaves = [found[name] for name in wanted]
         return Restored(jax.tree.unflatten(jax.tree.structure(abstract), leaves), about["position"], about)
 

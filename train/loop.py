@@ -101,7 +101,7 @@ def work(run: Run, stop: StopSignal, evaluate: Callable[[], dict[str, float]]) -
             log_evaluation(run, evaluate())
             watch.restart_clock()
     watch.flush()
-    if stop.name is not None and run.step not in saved_steps(run.checkpoints.folder):
+    if stop.name is not None:
         save(run)
 
 
@@ -162,6 +162,7 @@ class Watch:
         run, found = self.run, jax.device_get(metrics)
         if (fault := not_finite(found)) is not None:
             run.log.write("alarm", step, {"what": fault})
+            run.checkpoints.wait()
             last = saved_steps(run.checkpoints.folder)
             kept = f"the last good checkpoint is step {last[-1]}" if last else "no checkpoint was saved before it"
             raise RunError(f"{fault} at step {step}: stopped; {kept} in {run.checkpoints.folder}")

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 from jax.experimental import io_callback
 
-import moejax.layer
+import moejax.line
 from moejax import make_mesh
 from moejax.step import TrainState, make_eval_step
 from moejax.transformer import TransformerConfig
@@ -15,7 +15,7 @@ from moejax.transformer import TransformerConfig
 
 def make_choices(cfg: TransformerConfig) -> Callable[[TrainState, dict], np.ndarray]:
     """A function from (state, batch) to the experts [layers, tokens, k] of every token, worked out on one device."""
-    found, route = [], moejax.layer.route
+    found, route = [], moejax.line.route
 
     def recording(x, router, bias, layer_cfg):
         routing = route(x, router, bias, layer_cfg)
@@ -27,7 +27,7 @@ def make_choices(cfg: TransformerConfig) -> Callable[[TrainState, dict], np.ndar
     def choices(state: TrainState, batch: dict) -> np.ndarray:
         found.clear()
         params, router, batch = jax.device_get((state.params, state.router, batch))
-        with mock.patch.object(moejax.layer, "route", recording), jax.set_mesh(make_mesh(data=1)):
+        with mock.patch.object(moejax.line, "route", recording), jax.set_mesh(make_mesh(data=1)):
             jax.block_until_ready(evaluate(params, router, batch))
             jax.effects_barrier()
         return np.stack(found)

@@ -12,7 +12,7 @@ from rich.console import Console
 from moejax import make_mesh
 from moejax.step import make_train_step
 from tests.train.conftest import losses
-from train.checkpoint import find_good, saved_steps
+from train.checkpoint import Checkpoints, find_good, saved_steps
 from train.config import RULES
 from train.configs import get_config
 from train.data import place_batch
@@ -21,7 +21,7 @@ from train.manifest import check_manifest
 from train.metrics import Display
 from train.optimizer import make_optimizer
 from train.overrides import apply_overrides
-from train.run import begin, load_text
+from train.run import abstract_run_state, begin, load_text
 
 
 def begun(base, folder, resume, **mesh):
@@ -78,6 +78,23 @@ def test_the_same_state_comes_back_on_another_mesh(base, tmp_path, mesh):
     experts = [leaf for path, leaf in jax.tree.leaves_with_path(after.state.params) if "expert_up" in str(path)]
     expected = (2, 8 // mesh["expert"], 16 // mesh.get("fsdp", 1), 32 // mesh.get("tensor", 1))
     assert [leaf.sharding.shard_shape(leaf.shape) for leaf in experts] == [expected]
+
+
+def test_a_step_that_is_saved_or_restored_already_is_not_saved_again(base, tmp_path):
+    folder = base.copy(tmp_path / "run", up_to=5)
+    run, _ = begun(base, folder, "must")
+    checkpoints = Checkpoints(folder, keep=10)
+    state = checkpoints.restore(5, abstract(run)).state
+    for step in (5, 6, 6):
+        checkpoints.save(step, state, {"next_index": step}, {})
+    checkpoints.close()
+    assert saved_steps(folder / "checkpoints") == [5, 6]
+    assert find_good(folder, print) == 6
+
+
+def abstract(run):
+    with jax.set_mesh(run.mesh):
+        return abstract_run_state(run.cfg)
 
 
 def test_one_flipped_byte_anywhere_is_found(base, tmp_path):
