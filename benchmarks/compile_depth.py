@@ -24,8 +24,7 @@ def run() -> list[dict]:
             seconds[depth].append(_compile_seconds(depth))
     medians = {depth: statistics.median(values[1:]) for depth, values in seconds.items()}  # the first imports things
     return [
-        {"num_layers": depth, "compile_seconds": found, "ratio": found / medians[DEPTHS[0]]}
-        for depth, found in medians.items()
+        {"num_layers": depth, "compile_seconds": found, "ratio": found / medians[DEPTHS[0]]} for depth, found in medians.items()
     ]
 
 

@@ -14,9 +14,7 @@ MESH_AXES = ("data", "fsdp", "stage", "expert", "tensor", "context")
 Axis = str | tuple[str, ...] | None
 
 
-def make_mesh(
-    *, devices: Sequence[jax.Device] | None = None, axis_type: AxisType = AxisType.Auto, **sizes: int
-) -> Mesh:
+def make_mesh(*, devices: Sequence[jax.Device] | None = None, axis_type: AxisType = AxisType.Auto, **sizes: int) -> Mesh:
     """A mesh over the first devices, its axes in the order of `MESH_AXES`.
 
     Args:
@@ -37,8 +35,10 @@ def make_mesh(
             near = difflib.get_close_matches(name, MESH_AXES, n=1)
             hint = f" (did you mean {near[0]!r}?)" if near else ""
             raise ValueError(f"mesh axis {name!r}: legal axes are {', '.join(MESH_AXES)}{hint}")
-        if not isinstance(size, int) or size < 1:
+        if type(size) is not int or size < 1:
             raise ValueError(f"mesh axis {name}={size!r}: needs a whole number of at least 1")
+    if not isinstance(axis_type, AxisType):
+        raise ValueError(f"axis_type={axis_type!r}: legal values are AxisType.Auto, AxisType.Explicit")
     names = tuple(name for name in MESH_AXES if name in sizes)
     shape = tuple(sizes[name] for name in names)
     devices = list(jax.devices() if devices is None else devices)
@@ -103,6 +103,17 @@ class AxisRules:
     vocab: Axis = "tensor"
     replicated: Axis = "stage"
 
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            names = value if isinstance(value, tuple) else (value,)
+            if value is not None and not all(isinstance(name, str) for name in names):
+                raise ValueError(f"AxisRules {field.name}={value!r}: needs a mesh axis, a tuple of them, or None")
+        for logical in ("heads", "vocab", "mlp"):
+            both = set(as_tuple(getattr(self, logical))) & set(as_tuple(self.embed))
+            if both:
+                raise ValueError(f"AxisRules {logical}={getattr(self, logical)!r}: {sorted(both)} shard embed already")
+
     def axes(self, logical: str | None, mesh: AbstractMesh | Mesh) -> tuple[str, ...]:
         """The axes of `mesh` larger than one device that the logical axis is sharded over."""
         if logical is None:
@@ -120,6 +131,9 @@ class AxisRules:
           ValueError: where a mesh axis is named by no rule, tokens are not sharded over an expert or embed axis, tokens
             are sharded over an mlp axis, or an axis serves both experts and embed.
         """
+        kinds = {kind for kind in mesh.axis_types if kind != AxisType.Manual}
+        if len(kinds) > 1:
+            raise ValueError(f"mesh axis types {mesh.axis_types}: needs all Auto or all Explicit")
         named = {name for field in dataclasses.fields(self) for name in as_tuple(getattr(self, field.name))}
         for name, size in mesh.shape.items():
             if size > 1 and name not in named:

@@ -111,9 +111,9 @@ class Float8:
 
 
 def _scale(rows, largest):
-    """[..., 1] float32: the row's largest magnitude over the format's; 1 for a row of zeros."""
+    """[..., 1] float32: the row's largest magnitude over the format's, and no subnormal number, which would round to zero."""
     most = jnp.abs(rows).max(-1, keepdims=True).astype(jnp.float32)
-    return jnp.where(most == 0, 1, most / largest)
+    return jnp.maximum(most / largest, jnp.finfo(jnp.float32).tiny)
 
 
 # Forward, backward: gradients have a wider range, so that fp8 gives them an exponent bit more.

@@ -3,6 +3,7 @@
 import dataclasses
 import difflib
 import math
+import sys
 from collections.abc import Iterable
 
 import jax.numpy as jnp
@@ -22,7 +23,7 @@ DROP_RULES = ("position", "weight")
 def one_of(field: str, value: object, legal: Iterable[str]) -> None:
     """Raises ValueError, offering the nearest name, unless `value` is one of the `legal` ones."""
     names = tuple(legal)
-    if value in names:
+    if isinstance(value, str) and value in names:
         return
     near = difflib.get_close_matches(str(value), names, n=1)
     hint = f" (did you mean {near[0]!r}?)" if near else ""
@@ -137,6 +138,8 @@ class MoEConfig:
         for field in ("aux_loss", "z_loss"):
             if not _is_number(weight := getattr(self, field)) or not 0 <= weight < math.inf:
                 raise ValueError(f"{field}={weight!r}: needs a finite weight of at least 0")
+        if self.exchange == "weight_stream" and self.codecs != ("plain", "plain"):
+            raise ValueError(f"codec={self.codec!r}: exchange='weight_stream' sends no rows; legal is 'plain'")
         positive("num_chunks", self.num_chunks)
         if self.num_chunks > 1 and (self.exchange not in CHUNKED or self.capacity != "cell"):
             raise ValueError(
@@ -153,8 +156,11 @@ class MoEConfig:
             if self.capacity == "cell" and getattr(self, field) is not None:
                 raise ValueError(f"{field}={getattr(self, field)!r}: needs capacity='pool', not {self.capacity!r}")
         loads = self.level_loads
-        if loads is not None and (not loads or loads[0] > 1 or loads[-1] <= 0 or list(loads) != sorted(loads, reverse=True)):
-            raise ValueError(f"level_loads={loads!r}: needs shares of tokens above 0 and at most 1 that do not increase")
+        if loads is None:
+            return
+        numbers = isinstance(loads, tuple) and loads and all(_is_number(load) and 0 < load <= 1 for load in loads)
+        if not numbers or list(loads) != sorted(loads, reverse=True):
+            raise ValueError(f"level_loads={loads!r}: needs a tuple of shares above 0 and at most 1 that do not increase")
 
     @property
     def codecs(self) -> tuple[str, str]:
@@ -174,9 +180,8 @@ class MoEConfig:
         """Rows of one (sender, expert) cell for a sender of `num_tokens` tokens."""
         if self.capacity_factor is None:
             return num_tokens
-        even = self.capacity_factor * num_tokens * self.top_k / self.num_experts
-        return max(1, min(num_tokens, math.ceil(even)))
-
+        pairs = self.capacity_factor * num_tokens * self.top_k
+        return num_tokens if pairs >= num_tokens * self.num_experts else max(1, math.ceil(pairs / self.num_experts))
 
     def pool_rule(self, num_tokens: int, num_destinations: int | None) -> PoolRule:
         """The capacities of pools for a sender of `num_tokens` tokens.
@@ -191,14 +196,16 @@ class MoEConfig:
         if len(loads) != depth:
             raise ValueError(f"level_loads={loads!r}: needs {depth} shares, one per level on one of {n} destinations")
         factor = self.capacity_factor
-        max_rows = None if factor is None else math.ceil(factor * num_tokens * self.top_k)
+        most = n * num_tokens * depth  # every sender's every token with all its levels here
+        full = factor is None or factor * num_tokens * self.top_k >= most
+        max_rows = None if full else math.ceil(factor * num_tokens * self.top_k)
         return PoolRule(level_caps(num_tokens, loads, factor), max_rows, n, self.drop_by)
 
 
 def _check_capacity_factor(factor: object) -> None:
     if factor is None:
         return
-    if not _is_number(factor) or not 0 < factor < math.inf:
+    if not _is_number(factor) or not 0 < factor <= sys.float_info.max:
         raise ValueError(f"capacity_factor={factor!r}: needs a finite number above 0, or None to drop nothing")
 
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from moejax.grouped_matmul import grouped_matmul
+from moejax.grouped_matmul import grouped_glu, grouped_matmul
 from moejax.pytree import pytree
 
 
@@ -55,12 +55,14 @@ class GroupedExperts:
         Args:
           rows: [R, d], grouped by expert, empty rows last.
           group_sizes: [e] int32, rows of each expert.
-          row_weight: [R] float32; applied to the hidden row, so that no output need be kept for its gradient.
+          row_weight: [R] float32; its gradient needs no output to be kept.
         """
         act = NONLINEARITY[self.activation]
-        hidden = grouped_matmul(rows, self.up, group_sizes)
-        hidden = act(hidden) if self.gate is None else act(grouped_matmul(rows, self.gate, group_sizes)) * hidden
-        return grouped_matmul(hidden * row_weight[:, None].astype(hidden.dtype), self.down, group_sizes)
+        if self.gate is None:
+            hidden = act(grouped_matmul(rows, self.up, group_sizes))
+        else:
+            hidden = grouped_glu(rows, self.gate, self.up, group_sizes, act)
+        return grouped_matmul(hidden, self.down, group_sizes, row_scale=row_weight)
 
     @property
     def num_experts(self) -> int:

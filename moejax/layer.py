@@ -146,8 +146,7 @@ def moe(
     axes = check_layer(cfg, rules, mesh)
     if x.ndim != 3 or x.shape[-1] != cfg.d_model:
         raise ValueError(f"x of shape {x.shape}: needs [batch, seq, d_model={cfg.d_model}]")
-    if valid is not None and valid.shape != x.shape[:2]:
-        raise ValueError(f"valid of shape {valid.shape}: needs [batch, seq] of x, {x.shape[:2]}")
+    _check_call(params, x, valid, cfg, whole=not mesh.manual_axes and apply_expert is None)
     auto = tuple(name for name in axes.all if name not in mesh.manual_axes)
     tokens = tuple(name for name in axes.tokens if name in auto)
     num_senders = cfg.num_senders or ax.mesh_size(mesh, axes.tokens)
@@ -167,6 +166,20 @@ def moe(
         run = jax.shard_map(line, in_specs=in_specs, out_specs=(flat.spec, P()), axis_names=set(auto))
         y, stats = run(*flat.place(args, in_specs))
     return flat.join(y, x), stats
+
+
+def _check_call(params, x, valid, cfg, whole: bool) -> None:
+    if not jnp.issubdtype(x.dtype, jnp.floating) or 0 in x.shape:
+        raise ValueError(f"x of dtype {x.dtype} and shape {x.shape}: needs floating-point numbers, and some")
+    if valid is not None and (valid.shape != x.shape[:2] or valid.dtype != bool):
+        raise ValueError(f"valid of dtype {valid.dtype} and shape {valid.shape}: needs bool [batch, seq] of x, {x.shape[:2]}")
+    if not whole:
+        return
+    needed, given = {name: shape for name, (shape, _) in param_shapes(cfg).items()}, jax.tree.map(jnp.shape, params)
+    wrong = [name for name in needed.keys() | given.keys() if needed.get(name) != given.get(name)]
+    if wrong:
+        name = min(wrong)
+        raise ValueError(f"params[{name!r}] of shape {given.get(name)}: the config's is {needed.get(name)}")
 
 
 def _auto_part(rules: AxisRules, logical: tuple[str | None, ...], auto: tuple[str, ...]) -> P:

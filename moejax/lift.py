@@ -15,6 +15,7 @@ from jaxtyping import Array, Bool, Float
 from moejax.axes import AxisRules, current_mesh
 from moejax.config import MoEConfig
 from moejax.layer import RouterState, check_layer, init_param, moe, param_shapes
+from moejax.linen import router_state
 from moejax.params import born_sharded
 
 MakeExpert = Callable[[nnx.Rngs], nnx.Module]
@@ -27,7 +28,8 @@ def as_experts(
 
     Args:
       module: one expert: a linen module, or a function from nnx.Rngs to an nnx module. It maps rows [r, d_model] to rows
-        [r, d_model], each by itself, and keeps nothing but parameters.
+        [r, d_model], each by itself, and keeps nothing but parameters. Empty rows are zeros: what it makes of
+        them is not used, but its gradient there must be finite (a norm needs its epsilon).
       cfg: the layer. d_ff and activation are those of its shared experts, if it has any.
       rules: logical axes to mesh axes. Each expert lives whole on its shard.
       rngs: for an nnx module, a stream `params`.
@@ -55,6 +57,7 @@ class NnxExperts(nnx.Module):
         for name, (shape, logical) in _own_shapes(cfg).items():
             setattr(self, name, born_sharded(init_param, rngs.params(), shape, cfg.param_dtype, logical, rules))
         self.experts = nnx.vmap(make)(nnx.Rngs(rngs.params()).split(cfg.num_experts))
+        _check_only_params(self.experts)
         nnx.update(self.experts, jax.tree.map(lambda leaf: _place(leaf, rules), nnx.state(self.experts)))
         self.router_state = RouterState(cfg.router_rule.init_state(cfg.num_experts))
 
@@ -99,9 +102,8 @@ class LinenExperts(nn.Module):
             return jax.tree.map(lambda leaf: nn.Partitioned(_place(leaf, rules), names(leaf)), values)
 
         params["experts"] = self.param("experts", stacked)
-        state = self.variable("router_state", "state", cfg.router_rule.init_state, cfg.num_experts)
         apply = lambda weights, rows: expert.apply({"params": weights}, rows)
-        return moe(params, x, valid, state.value, cfg=cfg, rules=rules, apply_expert=apply)
+        return moe(params, x, valid, router_state(self, cfg), cfg=cfg, rules=rules, apply_expert=apply)
 
 
 def _check(cfg: MoEConfig, rules: AxisRules) -> None:
@@ -110,6 +112,12 @@ def _check(cfg: MoEConfig, rules: AxisRules) -> None:
     axes = check_layer(cfg, rules, current_mesh())
     if axes.mlp:
         raise ValueError(f"mlp axes {axes.mlp!r}: a lifted expert is whole on its shard; legal is AxisRules(mlp=None)")
+
+
+def _check_only_params(experts: nnx.Module) -> None:
+    others = sorted({type(leaf).__name__ for _, leaf in nnx.to_flat_state(nnx.state(experts, nnx.Not(nnx.Param)))})
+    if others:
+        raise ValueError(f"module keeps {', '.join(others)}: a lifted expert may keep nnx.Param only")
 
 
 def _own_shapes(cfg: MoEConfig):

@@ -122,9 +122,7 @@ class Line:
 
     def stats(self, routing, plan, valid, num_rows) -> RoutingStats:
         cfg, axes = self.cfg, self.axes
-        aux = load_balance_loss(
-            routing, valid, scope=cfg.loss_scope, axes=axes.tokens, sequence=self.sequences(valid.shape[0])
-        )
+        aux = load_balance_loss(routing, valid, scope=cfg.loss_scope, axes=axes.tokens, sequence=self.sequences(valid.shape[0]))
         total = lambda counts: counts.reshape(-1, cfg.num_experts).sum(0)
         routed, kept, worked = ax.sum_over((total(plan.routed), total(plan.kept), num_rows), axes.tokens)
         return RoutingStats(

@@ -47,8 +47,14 @@ class MoELayer(nn.Module):
         for name, (shape, logical) in param_shapes(cfg).items():
             init = nn.with_partitioning(_init, tuple(rules.spec(logical, mesh)))
             params[name] = self.param(name, init, shape, cfg.param_dtype, rules.spec(logical, mesh))
-        state = self.variable("router_state", "state", cfg.router_rule.init_state, cfg.num_experts)
-        return moe(params, x, valid, state.value, cfg=cfg, rules=rules)
+        return moe(params, x, valid, router_state(self, cfg), cfg=cfg, rules=rules)
+
+
+def router_state(module: nn.Module, cfg: MoEConfig):
+    """The module's router state, in its collection "router_state"; None for a router that keeps none."""
+    if cfg.router_rule.init_state(cfg.num_experts) is None:
+        return None
+    return module.variable("router_state", "state", cfg.router_rule.init_state, cfg.num_experts).value
 
 
 def _init(key, shape, dtype, spec):

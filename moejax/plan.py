@@ -5,7 +5,6 @@ The send buffer has E*m*c rows: expert-major, then sender, then place, so a slic
 rows land grouped by expert. Indices are int32; "out of range" (t, t*k or E*m*c) stands for "nothing here".
 """
 
-
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int

@@ -61,7 +61,7 @@ def level_caps(num_tokens: int, loads: tuple[float, ...], factor: float | None) 
     if factor is None:
         return (num_tokens,) * len(loads)
     mean = [num_tokens * load for load in loads]
-    room = [max(factor * rows, rows + 4 * math.sqrt(rows)) for rows in mean]
+    room = [min(num_tokens, max(factor * rows, rows + 4 * math.sqrt(rows))) for rows in mean]
     return tuple(min(num_tokens, max(8, math.ceil(rows / 8) * 8)) for rows in room)
 
 

@@ -4,6 +4,7 @@ t: tokens on this shard, k: experts per token, E: experts in the layer.
 """
 
 import dataclasses
+import math
 from typing import Protocol, runtime_checkable
 
 import jax
@@ -73,6 +74,9 @@ class Softmax:
 
     renormalise: bool = True
 
+    def __post_init__(self):
+        _check_flag("renormalise", self.renormalise)
+
     def init_state(self, num_experts: int) -> None:
         """No state."""
         return
@@ -102,6 +106,13 @@ class SigmoidBias:
     renormalise: bool = True
     scale: float = 1.0
 
+    def __post_init__(self):
+        _check_flag("renormalise", self.renormalise)
+        for field in ("rate", "scale"):
+            value = getattr(self, field)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+                raise ValueError(f"{field}={value!r}: needs a finite number of at least 0")
+
     def init_state(self, num_experts: int) -> BiasState:
         """Zero bias for every expert."""
         return BiasState(jnp.zeros(num_experts, jnp.float32), self.rate)
@@ -126,7 +137,8 @@ def update_router(state, stats):
     """The router state after an optimizer step, from that step's summed loads; call it outside the gradient.
 
     Args:
-      state: a router's state (leading layer axes allowed), or None for a router without.
+      state: a router's state (leading layer axes allowed), bare, in an nnx.Variable or in a linen collection; or None, for
+        a router without.
       stats: RoutingStats of the step: counts added over micro-batches, the same leading axes as the state.
 
     Returns:
@@ -135,12 +147,19 @@ def update_router(state, stats):
     Raises:
       ValueError: where the loads' shape is not the state's.
     """
-    if state is None:
-        return None
-    loads = stats.tokens_per_expert
-    if loads.shape != state.bias.shape:
-        raise ValueError(f"tokens_per_expert of shape {loads.shape}: the router's state has shape {state.bias.shape}")
-    return state.update(loads)
+
+    def update(bias: BiasState) -> BiasState:
+        loads = stats.tokens_per_expert
+        if loads.shape != bias.bias.shape:
+            raise ValueError(f"tokens_per_expert of shape {loads.shape}: the router's state has shape {bias.bias.shape}")
+        return bias.update(loads)
+
+    return jax.tree.map(update, state, is_leaf=lambda node: isinstance(node, BiasState))
+
+
+def _check_flag(field: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise ValueError(f"{field}={value!r}: needs True or False")
 
 
 def _top_k(scores: Float[Array, "t E"], top_k: int) -> Int[Array, "t k"]:

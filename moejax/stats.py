@@ -1,6 +1,5 @@
 """RoutingStats: what one layer says of its routing, and how that adds over layers and micro-batches."""
 
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int

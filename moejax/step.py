@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Int
 
 from moejax.axes import AxisRules
+from moejax.config import positive
 from moejax.layer import RouterState
 from moejax.pytree import pytree
 from moejax.router import BiasState, update_router
@@ -110,6 +111,7 @@ def make_train_step(
       loss_mask (bool: which targets count). Metrics are scalars (loss in nats a target, total_loss, aux_loss, z_loss,
       grad_norm, num_targets, dropped_fraction, token_straggler), and tokens_per_expert [layers, E] and dropped [layers].
     """
+    positive("num_microbatches", num_microbatches)
     graphdef = _abstract_model(cfg, rules)[0]
 
     def loss_fn(params, router, part, num_targets):

@@ -5,11 +5,13 @@ f: hidden width, V: vocabulary, L: layers of a stack.
 """
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
+from jax.sharding import AxisType
 from jaxtyping import Array, Float, Int
 
 from moejax import axes as ax
@@ -86,8 +88,24 @@ class TransformerConfig:
         one_of("remat", self.remat, REMAT_POLICIES)
         float_dtype("dtype", self.dtype)
         float_dtype("param_dtype", self.param_dtype)
+        self._check_kinds()
         self._check_heads()
         self._check_moe()
+
+    def _check_kinds(self):
+        for field in ("rope_theta", "norm_eps"):
+            value = getattr(self, field)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+                raise ValueError(f"{field}={value!r}: needs a finite number above 0")
+        for field in ("qk_norm", "tie_embeddings"):
+            if not isinstance(getattr(self, field), bool):
+                raise ValueError(f"{field}={getattr(self, field)!r}: needs True or False")
+        if self.head_dim is not None:
+            positive("head_dim", self.head_dim)
+        if type(self.num_dense_layers) is not int:
+            raise ValueError(f"num_dense_layers={self.num_dense_layers!r}: needs a whole number")
+        if self.moe is not None and not isinstance(self.moe, MoEConfig):
+            raise ValueError(f"moe={self.moe!r}: needs a MoEConfig or None")
 
     def _check_heads(self):
         if self.head_dim is None and self.d_model % self.num_heads:
@@ -136,7 +154,9 @@ class TransformerConfig:
 
 
 def check_model(cfg: TransformerConfig, rules: AxisRules, mesh) -> None:
-    """Raises ValueError where a mesh axis does not divide the dimension of the model that the rules shard over it."""
+    """Raises ValueError where the mesh's axes are not Auto, or do not divide what the rules shard over them."""
+    if AxisType.Explicit in mesh.axis_types:
+        raise ValueError(f"mesh axis types {mesh.axis_types}: the Transformer needs Auto axes (a MoELayer takes both)")
     for name, size, logical in (
         ("d_model", cfg.d_model, "embed"),
         ("d_ff", cfg.d_ff, "mlp"),
@@ -325,7 +345,7 @@ def constrain(x: Array, rules: AxisRules, logical: tuple[str | None, ...] = ("ba
     mesh = ax.current_mesh()
     axes = [rules.axes(name, mesh) for name in logical]
     named = [name for dim in axes for name in dim]
-    auto = all(mesh.axis_types[mesh.axis_names.index(name)] == jax.sharding.AxisType.Auto for name in named)
+    auto = all(mesh.axis_types[mesh.axis_names.index(name)] == AxisType.Auto for name in named)
     if mesh.empty or not auto or any(size % ax.mesh_size(mesh, dim) for size, dim in zip(x.shape, axes, strict=True)):
         return x
     return lax.with_sharding_constraint(x, rules.spec(logical, mesh))

@@ -43,5 +43,7 @@ def choose_exchange(cfg: MoEConfig, num_tokens: int, num_senders: int, num_shard
         "all_gather": 2 * (num_shards - 1) * num_tokens * row,
         "weight_stream": 3 * (num_shards - 1) * weights,  # the weights twice, their gradient once
     }
+    if cfg.codecs != ("plain", "plain"):
+        del costs["weight_stream"]  # it sends no rows to encode
     costs = {name: round(size) for name, size in costs.items()}
     return Choice(min(costs, key=costs.__getitem__), costs)

@@ -124,8 +124,8 @@ def test_an_unnamed_mesh_axis_is_refused_in_the_constructor_and_may_be_replicate
     [
         ((2, 3, 9), None, r"x of shape \(2, 3, 9\): needs \[batch, seq, d_model=8\]"),
         ((3, 8), None, r"x of shape \(3, 8\): needs \[batch, seq, d_model=8\]"),
-        ((2, 3, 8), (3, 2), r"valid of shape \(3, 2\): needs \[batch, seq\] of x, \(2, 3\)"),
-        ((2, 3, 8), (2,), r"valid of shape \(2,\): needs \[batch, seq\] of x, \(2, 3\)"),
+        ((2, 3, 8), (3, 2), r"valid of dtype bool and shape \(3, 2\): needs bool \[batch, seq\] of x, \(2, 3\)"),
+        ((2, 3, 8), (2,), r"valid of dtype bool and shape \(2,\): needs bool \[batch, seq\] of x, \(2, 3\)"),
     ],
 )
 @pytest.mark.usefixtures("unchecked")

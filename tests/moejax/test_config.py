@@ -25,6 +25,7 @@ BAD = [
     ({"capacity_factor": -1.0}, r"capacity_factor=-1.0: needs a finite number above 0, or None"),
     ({"capacity_factor": math.nan}, r"capacity_factor=nan: needs a finite number above 0"),
     ({"capacity_factor": math.inf}, r"capacity_factor=inf: needs a finite number above 0"),
+    ({"capacity_factor": 10**400}, r"capacity_factor=10+: needs a finite number above 0"),
     ({"capacity_factor": "1.25"}, r"capacity_factor='1.25': needs a finite number above 0"),
     ({"capacity": "pol"}, r"capacity='pol': legal values are 'cell'"),
     ({"drop_by": "weigth"}, r"drop_by='weigth': legal values are 'position', 'weight' \(did you mean 'weight'\?\)"),
@@ -39,7 +40,7 @@ BAD = [
     ({"num_chunks": 2, "capacity": "pool"}, r"num_chunks=2: .* with capacity='pool' crosses whole; legal is 1"),
     ({"num_destinations": 2}, r"num_destinations=2: needs capacity='pool', not 'cell'"),
     ({"level_loads": (1.0,)}, r"level_loads=\(1.0,\): needs capacity='pool', not 'cell'"),
-    ({"capacity": "pool", "level_loads": (0.2, 0.5)}, r"level_loads=\(0.2, 0.5\): needs shares .* do not increase"),
+    ({"capacity": "pool", "level_loads": (0.2, 0.5)}, r"level_loads=\(0.2, 0.5\): needs a tuple of shares .* do not increase"),
     ({"capacity": "pool", "exchange": "all_gather"}, r"exchange of pools='all_gather': legal values are 'all_to_all'"),
     ({"activation": "swiglo"}, r"activation='swiglo': legal values are 'swiglu', .*did you mean 'swiglu'\?"),
     ({"num_shared_experts": -1}, r"num_shared_experts=-1: needs a whole number of at least 0"),
@@ -51,6 +52,10 @@ BAD = [
     ({"loss_scope": "batch"}, r"loss_scope='batch': legal values are 'sequence', 'shard', 'microbatch'"),
     ({"dtype": "float8"}, r"dtype='float8': legal values are 'float32', 'bfloat16', 'float16' \(did you mean"),
     ({"param_dtype": "int32"}, r"param_dtype='int32': legal values are 'float32', 'bfloat16', 'float16'"),
+    ({"exchange": "weight_stream", "codec": "int8"}, r"codec='int8': exchange='weight_stream' sends no rows"),
+    ({"capacity": "pool", "level_loads": 0.5}, r"level_loads=0.5: needs a tuple of shares"),
+    ({"capacity": "pool", "level_loads": (math.nan,)}, r"level_loads=\(nan,\): needs a tuple of shares"),
+    ({"exchange": ["all_to_all"]}, r"exchange=\['all_to_all'\]: legal values are 'all_to_all'"),
     ({"rebalance": "feplb"}, r"rebalance='feplb': only None is legal"),
 ]
 
@@ -62,6 +67,21 @@ def test_impossible_values_are_refused(change, message, monkeypatch):
     with pytest.raises(ValueError, match=f"^{message}") as caught:
         MoEConfig(**{**GOOD, **change})
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_impossible_routers_are_refused():
+    for make in (lambda: Softmax(renormalise="no"), lambda: SigmoidBias(rate="x"), lambda: SigmoidBias(scale=math.nan)):
+        with pytest.raises(ValueError, match=r"^(renormalise='no': needs True or False|rate='x'|scale=nan)"):
+            make()
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_huge_factors_hold_everything():
+    """Counted in whole numbers or compared before rounding up: neither overflows."""
+    for factor in (1e30, 1e308):
+        assert MoEConfig(**GOOD, capacity_factor=factor).cell_rows(64) == 64
+        assert MoEConfig(**GOOD, capacity="pool", capacity_factor=factor).pool_rule(64, 2).max_rows is None
 
 
 def test_a_config_is_a_frozen_key():

@@ -8,8 +8,11 @@ import hypothesis
 import jax
 import numpy as np
 import pytest
+from flax import nnx
 from hypothesis import strategies as st
 
+from moejax import MoEConfig, MoELayer, moe, update_router
+from moejax.layer import param_shapes
 from tests.moejax import grid, oracle
 
 drawn = st.tuples(st.integers(0, 2**20), st.sampled_from(grid.SKEWS), st.sampled_from(grid.PADDINGS))
@@ -121,3 +124,39 @@ def test_one_device_equals_the_statement_everywhere(name):
         _check_reference(layer, grid.draw(layer, *what))
 
     check()
+
+
+CALLS = [
+    ({"x": np.ones((2, 4, 8), np.int32)}, "x of dtype int32"),
+    ({"x": np.ones((0, 4, 8), np.float32)}, "x of dtype float32 and shape"),
+    ({"valid": np.ones((2, 4), np.int32)}, "valid of dtype int32"),  # segment ids are no mask: 2 & True is 0
+    ({"valid": np.ones((4, 2), bool)}, "valid of dtype bool and shape"),
+    ({"router": np.ones((8, 4), np.float32)}, r"params\['router'\] of shape \(8, 4\): the config's is \(8, 8\)"),
+    ({"extra": np.ones(3, np.float32)}, r"params\['extra'\] of shape \(3,\): the config's is None"),
+]
+
+
+@pytest.mark.parametrize(("change", "says"), CALLS)
+@pytest.mark.usefixtures("unchecked")
+def test_impossible_calls_are_refused(change, says):
+    cfg = MoEConfig(8, 8, 8, 2, dtype="float32")
+    params = {name: np.ones(shape, np.float32) for name, (shape, _) in param_shapes(cfg).items()}
+    given = {"x": np.ones((2, 4, 8), np.float32), "valid": None, **change}
+    x, valid = given.pop("x"), given.pop("valid")
+    with pytest.raises(ValueError, match="^" + says) as caught:
+        moe({**params, **given}, x, valid, None, cfg=cfg)
+    assert "\n" not in str(caught.value)
+
+
+def test_router_states_are_updated_in_whatever_holds_them():
+    layer = MoELayer(MoEConfig(8, 8, 8, 2, dtype="float32", router="sigmoid_bias"), rngs=nnx.Rngs(0))
+    x = jax.random.normal(jax.random.key(0), (2, 4, 8))
+    stats = layer(x)[1]
+    bare = layer.router_state.get_value()
+    want = update_router(bare, stats).bias
+    assert np.asarray(want).any()
+    layer.router_state = update_router(layer.router_state, stats)
+    np.testing.assert_array_equal(layer.router_state.get_value().bias, want)
+    np.testing.assert_array_equal(update_router({"state": bare}, stats)["state"].bias, want)
+    stateless = MoELayer(MoEConfig(8, 8, 8, 2, dtype="float32"), rngs=nnx.Rngs(0))
+    assert update_router(stateless.router_state, stats).get_value() is None

@@ -122,6 +122,12 @@ def test_impossible_lifts_are_refused(module, cfg, rules, says):
         as_experts(module, cfg, rules=dataclasses.replace(rules, replicated=("stage", "tensor")), rngs=nnx.Rngs(0))
 
 
+def test_experts_that_keep_more_than_parameters_are_refused():
+    dropout = lambda rngs: nnx.Sequential(nnx.Linear(16, 16, rngs=rngs), nnx.Dropout(0.5, rngs=rngs))
+    with pytest.raises(ValueError, match=r"^module keeps Rng.*: a lifted expert may keep nnx.Param only"):
+        as_experts(dropout, CFG, rngs=nnx.Rngs(0))
+
+
 def test_an_nnx_expert_needs_rngs():
     with pytest.raises(ValueError, match=r"^module=<class .*Gated'>, rngs=None: needs a linen module, or an nnx constructor"):
         as_experts(Gated, CFG)

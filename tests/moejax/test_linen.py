@@ -47,6 +47,13 @@ def test_variables_are_boxed_with_their_layout(axis_type):
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
 
+def test_a_router_without_state_has_no_collection():
+    layer = moejax.linen.MoELayer(dataclasses.replace(CFG, router="softmax"))
+    variables = jax.jit(layer.init)(jax.random.key(0), X)
+    assert list(variables) == ["params"]
+    layer.apply({"params": variables["params"]}, X)
+
+
 class Model(nn.Module):
     """A user's model: a MoE layer between two dense ones."""
 
@@ -72,7 +79,7 @@ def test_a_users_linen_model_trains_under_its_own_axis_names(axis_type):
         params["MoELayer_0"]["router"] = params["MoELayer_0"]["router"].at[:, 0].add(2.0)
 
         def loss(params):
-            y, stats = model.apply({"params": params, "router_state": {"MoELayer_0": {"state": None}}}, x)
+            y, stats = model.apply({"params": params}, x)
             return jnp.square(y - 1).mean() + stats.loss(cfg), stats
 
         @jax.jit

@@ -30,8 +30,8 @@ def stated(expert, weight, valid, rule):
     for sender, dest in np.ndindex(len(expert), N):
         going = [[j for j in range(K) if expert[sender, i, j] // own == dest and valid[sender, i]] for i in range(T)]
         heaviest = [max((weight[sender, i, j] for j in going[i]), default=0) for i in range(T)]
-        key = (lambda i: (-len(going[i]), i)) if rule.drop_by == "position" else (lambda i: (-len(going[i]), -heaviest[i]))
-        for rank, i in enumerate(sorted((i for i in range(T) if going[i]), key=key)):
+        key = [(-len(going[i]), i if rule.drop_by == "position" else -heaviest[i]) for i in range(T)]
+        for rank, i in enumerate(sorted((i for i in range(T) if going[i]), key=key.__getitem__)):
             for level, j in enumerate(sorted(going[i], key=lambda j: (-weight[sender, i, j], j))):
                 if rank < rule.caps[level]:
                     place[sender, i, j] = (level, rank, sender)
@@ -57,13 +57,11 @@ def draw(seed, skew):
 @jax.jit(static_argnums=3)
 def plans(expert, weight, valid, rule):
     zeros = jnp.zeros((S, T, E))
-    pools = jax.vmap(lambda *sender: make_pool_plan(Routing(*sender[:4]), sender[4], rule))(
-        expert, weight, zeros, zeros, valid
-    )
+    pools = jax.vmap(lambda *sender: make_pool_plan(Routing(*sender[:4]), sender[4], rule))(expert, weight, zeros, zeros, valid)
     arrived = pools.local_expert.swapaxes(0, 1)  # [n, S, L]
-    rows = jax.vmap(
-        lambda mine: make_row_plan(mine, num_experts=E // N, caps=rule.caps, max_rows=rule.max_rows or mine.size)
-    )(arrived)
+    rows = jax.vmap(lambda mine: make_row_plan(mine, num_experts=E // N, caps=rule.caps, max_rows=rule.max_rows or mine.size))(
+        arrived
+    )
     return pools, rows
 
 
@@ -83,7 +81,7 @@ def test_drops_are_those_of_the_statement(name):
         sent, worked = stated(expert, weight, valid, rule)
         np.testing.assert_array_equal(pools.cell < pools.pair.shape[1], sent)
         np.testing.assert_array_equal(pools.weight, np.where(sent, weight, 0))
-        count = lambda chosen: np.bincount(expert[chosen], minlength=E)
+        count = lambda chosen, expert=expert: np.bincount(expert[chosen], minlength=E)
         np.testing.assert_array_equal(pools.kept.sum(0), count(sent))
         np.testing.assert_array_equal(pools.routed.sum(0), count(np.broadcast_to(valid[..., None], sent.shape)))
         np.testing.assert_array_equal(rows.group_sizes.reshape(-1), count(worked))
@@ -202,7 +200,7 @@ def test_pools_that_a_mesh_cannot_serve_are_refused(mesh, changes, says):
     [
         ({"exchange": "all_gather"}, "exchange of pools='all_gather': legal values are 'all_to_all', 'auto'"),
         ({"capacity": "cell", "num_destinations": 2}, "num_destinations=2: needs capacity='pool'"),
-        ({"level_loads": (0.2, 0.5)}, r"level_loads=\(0.2, 0.5\): needs shares of tokens above 0 and at most 1"),
+        ({"level_loads": (0.2, 0.5)}, r"level_loads=\(0.2, 0.5\): needs a tuple of shares above 0 and at most 1"),
     ],
 )
 def test_impossible_pools_are_refused(changes, says):

@@ -150,5 +150,5 @@ def test_no_tensor_is_replicated_for_want_of_a_sharding(axes, capfd):
 
 def test_microbatches_must_divide_the_batch():
     state = abstract_state(CFG, OPTIMIZER, jax.random.key(0))
-    with pytest.raises(ValueError, match="^num_microbatches=3 does not divide the batch of 8: legal are 1, 2, 4, 8"):
+    with pytest.raises(ValueError, match=r"^num_microbatches=3 does not divide the batch of 8: legal are 1, 2, 4, 8"):
         jax.eval_shape(make_train_step(CFG, OPTIMIZER, 3), state, BATCH)

@@ -105,5 +105,5 @@ def test_hierarchical_needs_two_axes_and_chunks_must_divide():
     inputs = grid.draw(_layer("shared", {}), 0, "random", "none")
     with pytest.raises(ValueError, match=r"^exchange='hierarchical': needs two expert axes .*\('expert',\)"):
         grid.run(_layer("shared", {"exchange": "hierarchical"}), grid.Place(make_mesh(expert=8)), inputs)
-    with pytest.raises(ValueError, match="^num_chunks=4 does not divide the 6 tokens of a shard: legal are 1, 2, 3, 6"):
+    with pytest.raises(ValueError, match=r"^num_chunks=4 does not divide the 6 tokens of a shard: legal are 1, 2, 3, 6"):
         grid.run(_layer("shared", {"num_chunks": 4}), grid.Place(make_mesh(expert=8)), inputs)
