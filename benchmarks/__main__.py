@@ -8,7 +8,7 @@ import jax
 
 from benchmarks import harness
 
-NAMES = ("moe_layer", "memory_tokens", "compile_depth", "compiled_layer", "grouped_matmul", "exchanges")
+NAMES = ("moe_layer", "memory_tokens", "compile_depth", "compiled_layer", "grouped_matmul")
 
 
 def main() -> None:
