@@ -32,9 +32,9 @@ TABLE = (
         "cpu",
         "tiles",
         (),
-        "2026-11-30, 2 shared x86-64 cores, float32, over plain products of the same FLOPs, forward and with backward: "
-        "4096x256x512, 8 groups 1.16 and 1.10, 64 groups 1.06 and 1.16; 16384x512x1024, 64 groups 0.93 and 1.00; all "
-        "rows in two groups takes 0.6 to 1.0 of that time. 'capacity' with no padding at all: 1.10 to 1.17. "
+        "2026-11-30, 2 x86-64 cores, float32, over plain products of the same FLOPs, forward and with backward: "
+        "4096x256x512, 8 groups 1.45 and 1.31, 64 groups 1.22 and 1.25; 16384x512x1024, 64 groups 0.98 and 1.06; all "
+        "rows in two groups takes 0.6 to 1.0 of that time. 'capacity' with no padding at all: 0.96 to 1.44. "
         "`python -m benchmarks grouped_matmul`",
     ),
     Choice(
