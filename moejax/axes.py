@@ -53,6 +53,16 @@ def current_mesh() -> AbstractMesh:
     return jax.sharding.get_abstract_mesh()
 
 
+def platform() -> str:
+    """What the current mesh's devices are, "cpu", "gpu" or "tpu"; without a mesh, those of jax's default backend.
+
+    Asked of the mesh, so that a program compiled here for other hardware gets what that hardware would get.
+    """
+    device = current_mesh().abstract_device
+    name = jax.default_backend() if device is None else device.platform
+    return "gpu" if name in ("cuda", "rocm") else name
+
+
 @dataclasses.dataclass(frozen=True)
 class ShardAxes:
     """The mesh axes (larger than one device) that one layer's work is spread over; all empty on one device.

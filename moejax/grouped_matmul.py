@@ -156,7 +156,7 @@ def _name(implementation, x, w, rows, max_group_size) -> str:
     name = implementation
     if name is None:
         padding = None if max_group_size is None else w.shape[0] * max_group_size / max(1, rows.num_rows)
-        name = choose(jax.default_backend(), (str(x.dtype), str(w.dtype)), min(x.size, w.size), padding)
+        name = choose(ax.platform(), (str(x.dtype), str(w.dtype)), min(x.size, w.size), padding)
     else:
         one_of("implementation", name, IMPLEMENTATIONS)
         if (max_group_size is None) == (name == "capacity"):

@@ -14,7 +14,7 @@ class Choice:
     """One line of the table.
 
     Attributes:
-      platform: `jax.default_backend()`.
+      platform: as `moejax.axes.platform` names it.
       implementation: what it gets.
       dtypes: for operands of these; () for any.
       evidence: what was measured or read, where, when.
@@ -59,7 +59,7 @@ def choose(platform: str, dtypes: tuple[str, ...], num_numbers: int, padding: fl
     """A name from `moejax.grouped_matmul.IMPLEMENTATIONS`.
 
     Args:
-      platform: `jax.default_backend()`.
+      platform: as `moejax.axes.platform` names it.
       dtypes: of the operands.
       num_numbers: in the smallest operand: kernels take none that is empty.
       padding: groups x bound on their rows / rows, where there is a bound.
