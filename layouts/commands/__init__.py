@@ -1,0 +1,1 @@
+"""The commands of `python -m layouts`, one a module: `configure(parser)`, then `run(options)`, which returns the exit code."""
