@@ -97,6 +97,27 @@ def grouped_matmul(
         return _product(KERNELS[name], how, x, w, row_scale, rows)
 
 
+def grouped_outer(
+    x: Shaped[Array, "R K"], dy: Shaped[Array, "R N"], group_sizes: Shaped[Array, "G"], preferred_element_type: Any = None
+) -> Shaped[Array, "G K N"]:
+    """x.T @ dy over the rows of each group: the gradient of w in `grouped_matmul`. Not differentiable itself.
+
+    Args:
+      x: [R, K].
+      dy: [R, N].
+      group_sizes: [G].
+      preferred_element_type: dtype of the result; None: the wider of x's and dy's.
+
+    Returns:
+      [G, K, N], zeros for an empty group.
+    """
+    rows = Rows(group_sizes, None, x.shape[0])
+    name = choose(ax.platform(), (str(x.dtype), str(dy.dtype)), min(x.size, dy.size), None)
+    how = How(jnp.dtype(preferred_element_type or common(x.dtype, dy.dtype)))
+    with jax.named_scope("moe/grouped_outer"):
+        return KERNELS[name].outer(*_alike((x, dy, rows)), None, how)
+
+
 def grouped_glu(
     x: Shaped[Array, "..."],
     gate: Shaped[Array, "..."],
