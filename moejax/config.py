@@ -72,8 +72,8 @@ class MoEConfig:
         bytes (`moejax.exchange.choose_exchange`). All give one answer.
       codec: how they travel, "plain", "bf16", "int8" or "fp8" (see `moejax.codec` for their errors), or a pair
         (forward, backward).
-      num_chunks: cells cross in this many parts ("all_to_all", "hierarchical"), so that the experts of one part can work
-        while the next one crosses; divides the tokens of a shard.
+      num_chunks: cells ("all_to_all", "hierarchical") and pools cross in this many parts of their rows, so that the
+        experts of one part can work while the next one crosses; divides the tokens of a shard.
       activation: "swiglu" and "geglu" (gated), "gelu", "relu2" (squared ReLU, ungated).
       num_shared_experts: experts of width d_ff that every token goes through, besides the routed ones.
       aux_loss: weight of the load-balance loss in `RoutingStats.loss`.
@@ -141,10 +141,10 @@ class MoEConfig:
         if self.exchange == "weight_stream" and self.codecs != ("plain", "plain"):
             raise ValueError(f"codec={self.codec!r}: exchange='weight_stream' sends no rows; legal is 'plain'")
         positive("num_chunks", self.num_chunks)
-        if self.num_chunks > 1 and (self.exchange not in CHUNKED or self.capacity != "cell"):
+        if self.num_chunks > 1 and self.exchange not in CHUNKED and self.capacity != "pool":
             raise ValueError(
-                f"num_chunks={self.num_chunks}: exchange={self.exchange!r} with capacity={self.capacity!r} crosses whole; "
-                f"legal is 1, or capacity='cell' with one of {', '.join(CHUNKED)}"
+                f"num_chunks={self.num_chunks}: exchange={self.exchange!r} crosses whole; "
+                f"legal is 1, or one of {', '.join(map(repr, CHUNKED))}, or capacity='pool'"
             )
         if self.rebalance is not None:
             raise ValueError(f"rebalance={self.rebalance!r}: only None is legal")

@@ -122,7 +122,7 @@ def make_pool_plan(routing: Routing, valid: Bool[Array, "t"], rule: PoolRule) ->
     """
     (t, k), num_experts, n, caps = routing.expert.shape, routing.logits.shape[-1], rule.num_destinations, rule.caps
     e, depth, width = num_experts // n, caps[0], sum(caps)
-    offset = _starts(caps)
+    offset = starts(caps)
     dest = jnp.where(valid[:, None], routing.expert // e, n)
     weight = lax.stop_gradient(routing.weight)
     level = _level(dest, weight)
@@ -200,28 +200,43 @@ class RowPlan:
     rows: tuple[Int[Array, "S cap"], ...]
 
 
-def make_row_plan(local_expert: Int[Array, "S L"], *, num_experts: int, caps: tuple[int, ...], max_rows: int) -> RowPlan:
-    """Groups the received pairs by expert; past `max_rows` the lightest levels go first, evenly over senders.
+def keep_first(local_expert: Int[Array, "S L"], num_experts: int, max_rows: int) -> Int[Array, "S L"]:
+    """The pairs that a destination works on, at most `max_rows`; the others marked empty.
+
+    The lightest levels go first, evenly over senders: pairs are kept by level, then pool rank, then sender.
+
+    Args:
+      local_expert: [S, L] the expert of each received pair; num_experts where empty.
+      num_experts: e, of this destination.
+      max_rows: at least 1.
+    """
+    real = (local_expert < num_experts).T
+    place = jnp.cumsum(real.reshape(-1)).reshape(real.shape)
+    return jnp.where((real & (place <= max_rows)).T, local_expert, num_experts)
+
+
+def make_row_plan(
+    local_expert: Int[Array, "S L"], *, num_experts: int, caps: tuple[int, ...], max_rows: int | None = None
+) -> RowPlan:
+    """Groups the received pairs by expert.
 
     Args:
       local_expert: [S, L] the expert of each received pair; num_experts where empty.
       num_experts: e, of this destination.
       caps: rows per level.
-      max_rows: how many pairs the destination works on at most.
+      max_rows: no more pairs than this are there (see `keep_first`); None: as many as S*L.
     """
     senders, width = local_expert.shape
     depth, total = caps[0], senders * width
-    max_rows = min(max_rows, total)
-    expert = local_expert.T.reshape(-1)  # priority order: by level, then pool rank, then sender
-    real = expert < num_experts
-    expert = jnp.where(real & (jnp.cumsum(real) <= max_rows), expert, num_experts)
+    max_rows = total if max_rows is None else min(max_rows, total)
+    expert = local_expert.T.reshape(-1)  # by level, then pool rank, then sender
     index = jnp.arange(total, dtype=jnp.int32)
     by_expert, order = lax.sort((expert, index), num_keys=1, is_stable=True)
     place = lax.sort((order, index), num_keys=1)[1]
     row = jnp.where(expert < num_experts, place, max_rows).reshape(width, senders).T
     order, full = order[:max_rows], by_expert[:max_rows] < num_experts
     sender, position = order % senders, order // senders
-    rank = position - _pick(_level_of(position, caps), _starts(caps))
+    rank = position - _pick(_level_of(position, caps), starts(caps))
     return RowPlan(
         group_sizes=(expert[:, None] == jnp.arange(num_experts)).sum(0, dtype=jnp.int32),
         source=jnp.where(full, sender * depth + rank, senders * depth).astype(jnp.int32),
@@ -230,13 +245,13 @@ def make_row_plan(local_expert: Int[Array, "S L"], *, num_experts: int, caps: tu
     )
 
 
-def _starts(caps):
-    """Where each level begins among a pool's pairs."""
+def starts(caps: tuple[int, ...]) -> tuple[int, ...]:
+    """Where each level begins among a pool's pairs, [J]."""
     return tuple(int(start) for start in np.cumsum(caps) - np.asarray(caps))
 
 
 def _level_of(position, caps):
-    return sum((position >= start).astype(jnp.int32) for start in _starts(caps)[1:]) + jnp.zeros_like(position)
+    return sum((position >= start).astype(jnp.int32) for start in starts(caps)[1:]) + jnp.zeros_like(position)
 
 
 def _pick(level, table):

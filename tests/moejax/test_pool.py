@@ -10,14 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moejax.pool import (
-    PoolRule,
-    level_caps,
-    level_loads,
-    make_pool_plan,
-    make_row_plan,
-    measured_level_loads,
-)
+from moejax.pool import PoolRule, level_caps, level_loads, make_pool_plan, measured_level_loads
+from moejax.pool_cut import PoolCut, make_row_plans, order_plan
 from moejax.router import Routing
 from tests.moejax import grid
 
@@ -54,14 +48,14 @@ def draw(seed, skew):
     return expert, weight, rng.random((S, T)) < 0.8
 
 
-@jax.jit(static_argnums=3)
-def plans(expert, weight, valid, rule):
-    zeros = jnp.zeros((S, T, E))
-    pools = jax.vmap(lambda *sender: make_pool_plan(Routing(*sender[:4]), sender[4], rule))(expert, weight, zeros, zeros, valid)
+@jax.jit(static_argnums=(3, 4))
+def plans(expert, weight, valid, rule, num_parts=1):
+    """The senders' plans, and each part's row plans, with leading axes of senders and destinations."""
+    zeros, cut = jnp.zeros((S, T, E)), PoolCut(rule.caps, num_parts)
+    one = lambda *sender: order_plan(make_pool_plan(Routing(*sender[:4]), sender[4], rule), cut)
+    pools = jax.vmap(one)(expert, weight, zeros, zeros, valid)
     arrived = pools.local_expert.swapaxes(0, 1)  # [n, S, L]
-    rows = jax.vmap(lambda mine: make_row_plan(mine, num_experts=E // N, caps=rule.caps, max_rows=rule.max_rows or mine.size))(
-        arrived
-    )
+    rows = jax.vmap(lambda mine: make_row_plans(mine, cut, num_experts=E // N, max_rows=rule.max_rows))(arrived)
     return pools, rows
 
 
@@ -72,31 +66,34 @@ RULES = {
 }
 
 
+@pytest.mark.parametrize("num_parts", [1, 3])
 @pytest.mark.parametrize("name", RULES)
-def test_drops_are_those_of_the_statement(name):
+def test_drops_are_those_of_the_statement(name, num_parts):
+    """However many parts the pools are cut into."""
     rule, lost = RULES[name], 0
     for seed in range(12):
         expert, weight, valid = draw(seed, seed % 3)
-        pools, rows = jax.tree.map(np.asarray, plans(*map(jnp.asarray, (expert, weight, valid)), rule))
+        pools, rows = jax.tree.map(np.asarray, plans(*map(jnp.asarray, (expert, weight, valid)), rule, num_parts))
         sent, worked = stated(expert, weight, valid, rule)
         np.testing.assert_array_equal(pools.cell < pools.pair.shape[1], sent)
         np.testing.assert_array_equal(pools.weight, np.where(sent, weight, 0))
         count = lambda chosen, expert=expert: np.bincount(expert[chosen], minlength=E)
         np.testing.assert_array_equal(pools.kept.sum(0), count(sent))
         np.testing.assert_array_equal(pools.routed.sum(0), count(np.broadcast_to(valid[..., None], sent.shape)))
-        np.testing.assert_array_equal(rows.group_sizes.reshape(-1), count(worked))
+        np.testing.assert_array_equal(sum(part.group_sizes for part in rows).reshape(-1), count(worked))
         lost += valid.sum() * K - worked.sum()
     assert (lost > 0) == (name != "roomy")
 
 
+@pytest.mark.parametrize("num_parts", [1, 3])
 @pytest.mark.parametrize("name", RULES)
-def test_plans_are_permutations_both_ways(name):
+def test_plans_are_permutations_both_ways(name, num_parts):
     """What each row reads is what says that it was read there, and a token visits a destination once."""
     rule = RULES[name]
     depth, width = rule.caps[0], sum(rule.caps)
     for seed in range(6):
         expert, weight, valid = draw(seed, seed % 3)
-        pools, rows = jax.tree.map(np.asarray, plans(*map(jnp.asarray, (expert, weight, valid)), rule))
+        pools, rows = jax.tree.map(np.asarray, plans(*map(jnp.asarray, (expert, weight, valid)), rule, num_parts))
         for sender in range(S):
             token, slot = pools.token[sender], pools.slot[sender]
             full = np.flatnonzero(token < T)
@@ -104,18 +101,29 @@ def test_plans_are_permutations_both_ways(name):
             assert sorted(visits) == sorted((token[row], row) for row in full)
             pair, cell = pools.pair[sender], pools.cell[sender].reshape(-1)
             assert {c: p for p, c in enumerate(cell) if c < N * width} == {c: p for c, p in enumerate(pair) if p < T * K}
-        for dest in range(N):
-            where = np.concatenate([part[dest] for part in rows.rows], 1)
-            held = rows.cell[dest] < S * width
-            assert held.sum() == rows.group_sizes[dest].sum()
-            for row in np.flatnonzero(held):
-                sender, position = divmod(rows.cell[dest][row], width)
-                assert where[sender, position] == row
-                level = np.searchsorted(np.cumsum(rule.caps), position, side="right")
-                rank = position - int(np.sum(rule.caps[:level]))
-                assert rows.source[dest][row] == sender * depth + rank
-                expert_of = pools.local_expert[sender, dest, position]
-                assert expert_of == np.searchsorted(np.cumsum(rows.group_sizes[dest]), row, side="right")
+        first = np.zeros(2, int)  # where the part begins among a pool's rows and pairs
+        for caps, part in zip(PoolCut(rule.caps, num_parts).parts, rows, strict=True):
+            for dest in range(N):
+                check_rows(dest, part, pools, caps, first)
+            first += caps[0], sum(caps)
+        assert tuple(first) == (depth, width)
+
+
+def check_rows(dest, plan, pools, caps, first):
+    """One destination's plan of one part: its rows' pairs are the senders', and read the row that carries their token."""
+    depth, width = caps[0], sum(caps)
+    where = np.concatenate([level[dest] for level in plan.rows], 1)
+    held = plan.cell[dest] < S * width
+    assert held.sum() == plan.group_sizes[dest].sum()
+    for row in np.flatnonzero(held):
+        sender, position = divmod(plan.cell[dest][row], width)
+        assert where[sender, position] == row
+        assert plan.source[dest][row] // depth == sender
+        place = N * first[0] + dest * depth + plan.source[dest][row] % depth
+        pair = pools.pair[sender].reshape(N, -1)[dest, first[1] + position]
+        assert pools.token[sender][place] == pair // K
+        expert = pools.local_expert[sender, dest, first[1] + position]
+        assert expert == np.searchsorted(np.cumsum(plan.group_sizes[dest]), row, side="right")
 
 
 def test_uniform_loads_are_those_of_a_draw():
@@ -142,22 +150,23 @@ def _pool_layer(name, mesh, **changes):
 
 CASES = [
     ("odd", "expert8", {}),
-    ("shared", "data2_expert4", {}),
+    ("shared", "data2_expert4", {"num_chunks": 3}),
     ("many_senders", "data2_expert4", {}),
-    ("every_expert", "fsdp2_expert2_tensor2", {"capacity_factor": 0.4}),
+    ("every_expert", "fsdp2_expert2_tensor2", {"capacity_factor": 0.4, "num_chunks": 2}),
 ]
 SLOW = [
-    (name, mesh, {"capacity_factor": factor})
+    (name, mesh, {"capacity_factor": factor, "num_chunks": chunks})
     for name in grid.LAYERS
     for mesh in grid.MESHES
     if "expert" in grid.MESHES[mesh]
     for factor in (0.5, 1.0, None)
+    for chunks in (1, 2)
 ]
 
 
 @pytest.mark.parametrize(("name", "mesh", "changes"), [*CASES, *(pytest.param(*c, marks=pytest.mark.slow) for c in SLOW)])
 def test_pooled_layers_equal_one_device(name, mesh, changes):
-    """Outputs, all gradients and all counts, on a mesh and on one device that has as many destinations."""
+    """Outputs, all gradients and all counts, on a mesh, in chunks, and on one device that has as many destinations."""
     layer, where, dropped = _pool_layer(name, mesh, **changes), grid.place(mesh), 0
     for seed, skew in enumerate(grid.SKEWS):
         inputs = grid.draw(layer, seed, skew, grid.PADDINGS[seed % len(grid.PADDINGS)])

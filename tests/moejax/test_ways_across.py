@@ -92,8 +92,10 @@ def test_auto_bytes_are_those_of_the_exchange():
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"num_chunks": 2, "exchange": "weight_stream"}, "num_chunks=2: exchange='weight_stream' with capacity='cell'"),
-        ({"num_chunks": 2, "capacity": "pool"}, "num_chunks=2: exchange='all_to_all' with capacity='pool'"),
+        (
+            {"num_chunks": 2, "exchange": "weight_stream"},
+            "num_chunks=2: exchange='weight_stream' crosses whole; legal is 1, or one of 'all_to_all'",
+        ),
         ({"num_chunks": 0}, "num_chunks=0: needs a whole number of at least 1"),
         ({"exchange": "hierarchic"}, r"exchange='hierarchic': legal values are .*did you mean 'hierarchical'\?"),
     ],
