@@ -61,7 +61,8 @@ def _line(chip: Chip) -> str:
     joined = f"torus of {chip.axes} axes, a link" if chip.axes else f"{chip.domain} chips"
     fabric = f"{chip.fabric.kind} {chip.fabric.bytes_per_second * chip.devices / 1e9:.0f}, {joined}"
     network = f"{chip.network.kind} {chip.network.bytes_per_second * chip.devices / 1e9:.3g}"
-    return f"{chip.name:9} {peaks[0]:>12} {peaks[1]:>6} {peaks[2]:>6} {memory / 1e9:6.0f} {bandwidth / 1e9:6.0f}  {fabric:31} {network}"
+    figures = f"{chip.name:9} {peaks[0]:>12} {peaks[1]:>6} {peaks[2]:>6} {memory / 1e9:6.0f} {bandwidth / 1e9:6.0f}"
+    return f"{figures}  {fabric:31} {network}"
 
 
 def _figures(chip: Chip) -> dict:

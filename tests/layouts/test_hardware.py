@@ -107,7 +107,8 @@ def test_files(tmp_path):
     path = tmp_path / "mine.toml"
     path.write_text(
         'schema = 1\nexcluded = [3]\n[slow]\n5 = 0.5\n[[classes]]\ncluster = "h100:1x8"\nhbm_bytes = 96e9\n'
-        'flops_per_second = { bf16 = 800e12 }\n[classes.network]\nkind = "roce"\nbytes_per_second = 1e9\nlatency_seconds = 1e-5\n'
+        "flops_per_second = { bf16 = 800e12 }\n"
+        '[classes.network]\nkind = "roce"\nbytes_per_second = 1e9\nlatency_seconds = 1e-5\n'
     )
     cluster = parse_cluster(str(path))
     chip = cluster.classes[0].chip
