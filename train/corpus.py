@@ -126,7 +126,7 @@ def _is_text(path: Path, root: Path) -> bool:
 def _hugging_face(cfg: DataConfig) -> list[bytes]:
     name = cfg.corpus.removeprefix("hf:")
     try:
-        import datasets
+        import datasets  # pyright: ignore[reportMissingImports]  # of the extra `hf`, which need not be installed
     except ImportError as error:
         raise InputError(f"data.corpus={cfg.corpus!r}: needs the package `datasets` (pip install datasets)") from error
     try:

@@ -3,7 +3,7 @@
 import os
 
 import jax
-from jax.sharding import Mesh
+from jax.sharding import AxisType, Mesh
 
 from moejax import make_mesh
 from train.config import MeshConfig
@@ -41,7 +41,7 @@ def start_mesh(cfg: MeshConfig) -> Mesh:
     if cfg.virtual_devices and "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
         jax.config.update("jax_num_cpu_devices", cfg.virtual_devices)
     try:
-        return make_mesh(**cfg.sizes)
+        return make_mesh(devices=jax.devices(), axis_type=AxisType.Auto, **cfg.sizes)
     except ValueError as error:
         hint = "" if jax.default_backend() != "cpu" else "; on a CPU, mesh.virtual_devices=N makes N"
         raise InputError(f"{error}{hint}") from error

@@ -177,7 +177,7 @@ class Watch:
         seconds = (now - self._clock) / max(1, step - self._clock_step)
         self._clock, self._clock_step = now, step
         rates = {
-            "learning_rate": float(self.schedule(step - 1)),
+            "learning_rate": float(np.asarray(self.schedule(step - 1))),
             "step_seconds": seconds,
             "tokens_per_second": run.cfg.global_batch * run.cfg.seq / max(seconds, 1e-9),
         }

@@ -1,9 +1,8 @@
 """The last lines of a run: held-out bits per byte beside simple models', a sample, the experts' load, paths."""
 
-import jax
 import numpy as np
 
-from train.metrics import read_metrics
+from train.metrics import NoLog, read_metrics
 from train.ngram import byte_symbols, fit_ngrams
 from train.plot import plot_run
 from train.run import Run
@@ -22,7 +21,7 @@ def report(run: Run, evaluation: dict[str, float]) -> None:
     """
     sample = sample_text(run.cfg, run.state, run.text.tokenizer) if run.cfg.sample.num_tokens else None
     run.display.stop()
-    if jax.process_index() != 0:
+    if isinstance(run.log, NoLog):
         return
     ngrams = ngram_bits_per_byte(run)
     run.log.write("eval", run.step, evaluation)

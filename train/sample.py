@@ -38,7 +38,7 @@ def sample_text(cfg: TrainConfig, state: TrainState, tokenizer: Tokenizer) -> st
     draw = jax.jit(_make_draw(cfg, tokenizer.num_text_ids, len(prompt), end), out_shardings=everywhere)
     tokens = np.asarray(draw(state.params, state.router, row, jax.random.key(cfg.seed)))[0, 1:end]
     ends = np.flatnonzero(tokens == tokenizer.num_text_ids + 1)
-    return tokenizer.decode(tokens[: ends[0]] if len(ends) else tokens)
+    return tokenizer.decode((tokens[: ends[0]] if len(ends) else tokens).tolist())
 
 
 def _make_draw(cfg: TrainConfig, num_text_ids: int, begin: int, end: int):

@@ -28,4 +28,9 @@ def get_config(name: str) -> TrainConfig:
 def list_configs() -> str:
     """A line for each config: its name and the first line of its docstring."""
     width = max(map(len, CONFIGS))
-    return "\n".join(f"{name:<{width}}  {made.__doc__.strip().splitlines()[0]}" for name, made in CONFIGS.items())
+    return "\n".join(f"{name:<{width}}  {_summary(made)}" for name, made in CONFIGS.items())
+
+
+def _summary(made: Callable[[], TrainConfig]) -> str:
+    """The first line of the docstring; nothing where docstrings are stripped (python -OO)."""
+    return (made.__doc__ or "").strip().partition("\n")[0]
