@@ -55,7 +55,7 @@ def _rows(target: str, shape: str) -> list[dict]:
     programs |= {name: ("layer", settings) for name, settings in SETTINGS.items()}
     rows, bare_cycles = [], 0
     for name, (build, settings) in programs.items():
-        arguments = {"config": SHAPES[shape] | settings}
+        arguments = {"config": {**SHAPES[shape], **settings}}
         with tempfile.TemporaryDirectory() as folder:
             compiled = aot.compile_for(
                 target, f"{__name__}:{build}", arguments, out=Path(folder), timeout_seconds=TIMEOUT_SECONDS
@@ -110,7 +110,10 @@ def _largest(cycles_by_scope: Mapping[str, int]) -> str:
     return ", ".join(f"{name or 'other'} {cycles / 1e6:.2f}" for name, cycles in largest) or "-"
 
 
-def layer(devices: list[jax.Device], config: Mapping[str, Any]) -> jax.stages.Lowered:
+def layer(
+    devices: list[jax.Device],  # pyright: ignore[reportInvalidTypeForm]  # jaxlib has no stubs
+    config: Mapping[str, Any],
+) -> jax.stages.Lowered:
     """The layer's loss and the gradients of its parameters and tokens, lowered."""
     cfg = moejax.MoEConfig(**config, param_dtype="bfloat16")
     mesh = moejax.make_mesh(devices=devices, expert=len(devices))
@@ -127,7 +130,10 @@ def layer(devices: list[jax.Device], config: Mapping[str, Any]) -> jax.stages.Lo
         return jax.jit(jax.value_and_grad(loss, argnums=(0, 1))).lower(params, tokens)
 
 
-def product(devices: list[jax.Device], config: Mapping[str, Any]) -> jax.stages.Lowered:
+def product(
+    devices: list[jax.Device],  # pyright: ignore[reportInvalidTypeForm]  # jaxlib has no stubs
+    config: Mapping[str, Any],
+) -> jax.stages.Lowered:
     """The layer's expert products alone, one batched product a weight, on rows that stand grouped by expert."""
     cfg = moejax.MoEConfig(**config)
     mesh = moejax.make_mesh(devices=devices, expert=len(devices))

@@ -16,7 +16,7 @@ from jax.experimental import topologies
 from layouts.aot import DATA, Target
 
 
-def devices(target: Target) -> list[jax.Device]:
+def devices(target: Target) -> list[jax.Device]:  # pyright: ignore[reportInvalidTypeForm]  # jaxlib has no stubs
     """The target's devices: compile-only ones for a TPU or a GPU, this process's virtual ones for the CPU."""
     shape = "x".join(map(str, target.shape))
     if target.kind == "cpu":

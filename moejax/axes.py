@@ -14,7 +14,12 @@ MESH_AXES = ("data", "fsdp", "stage", "expert", "tensor", "context")
 Axis = str | tuple[str, ...] | None
 
 
-def make_mesh(*, devices: Sequence[jax.Device] | None = None, axis_type: AxisType = AxisType.Auto, **sizes: int) -> Mesh:
+def make_mesh(
+    *,
+    devices: Sequence[jax.Device] | None = None,  # pyright: ignore[reportInvalidTypeForm]  # jaxlib has no stubs
+    axis_type: AxisType = AxisType.Auto,
+    **sizes: int,
+) -> Mesh:
     """A mesh over the first devices, its axes in the order of `MESH_AXES`.
 
     Args:

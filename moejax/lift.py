@@ -4,11 +4,13 @@ E: experts in the layer, e: experts on this shard, r: rows of an expert, d: mode
 """
 
 from collections.abc import Callable
+from typing import cast
 
 import flax.linen as nn
 import jax
 from flax import nnx
 from jax import lax
+from jax.core import Tracer
 from jax.sharding import AxisType, NamedSharding
 from jaxtyping import Array, Bool, Float
 
@@ -102,7 +104,7 @@ class LinenExperts(nn.Module):
             return jax.tree.map(lambda leaf: nn.Partitioned(_place(leaf, rules), names(leaf)), values)
 
         params["experts"] = self.param("experts", stacked)
-        apply = lambda weights, rows: expert.apply({"params": weights}, rows)
+        apply = lambda weights, rows: cast(Array, expert.apply({"params": weights}, rows))
         return moe(params, x, valid, router_state(self, cfg), cfg=cfg, rules=rules, apply_expert=apply)
 
 
@@ -131,7 +133,7 @@ def _place(leaf: Array, rules: AxisRules) -> Array:
     if mesh.empty:
         return leaf
     spec = rules.spec(("expert", *[None] * (leaf.ndim - 1)), mesh)
-    if not isinstance(leaf, jax.core.Tracer):
+    if not isinstance(leaf, Tracer):
         return jax.device_put(leaf, NamedSharding(jax.sharding.get_mesh(), spec))
     explicit = AxisType.Explicit in mesh.axis_types
     return jax.sharding.reshard(leaf, spec) if explicit else lax.with_sharding_constraint(leaf, spec)

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import jax
 from flax import nnx
+from jax.core import Tracer
 from jax.sharding import NamedSharding
 from jaxtyping import Array
 
@@ -29,7 +30,7 @@ def born_sharded(
     if mesh.empty:
         return nnx.Param(init(key, shape, dtype))
     spec = rules.spec(logical, mesh)
-    if not isinstance(key, jax.core.Tracer):
+    if not isinstance(key, Tracer):
         sharding = NamedSharding(jax.sharding.get_mesh(), spec)
         value = jax.jit(init, static_argnums=(1, 2), out_shardings=sharding)(key, shape, dtype)
         return nnx.Param(value, out_sharding=spec)
