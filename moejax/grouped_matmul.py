@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, Shaped
 
 from moejax import axes as ax
@@ -228,6 +229,7 @@ _product.defvjp(_product_fwd, _product_bwd)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _glu(kernel: Kernel, nonlinearity, how: How, x, gate, up, rows):
+    assert kernel.glu is not None, "grouped_glu does the products of a kernel without one apart"
     return kernel.glu(x, gate, up, rows, nonlinearity, how, keep=False)[0]
 
 
@@ -270,7 +272,7 @@ def _check(x, w, group_sizes, token_index, row_scale):
 
 def _check_sizes(group_sizes, num_rows):
     """Raises ValueError for sizes that are known here, and impossible."""
-    if isinstance(group_sizes, jax.core.Tracer) or not getattr(group_sizes, "is_fully_addressable", True):
+    if isinstance(group_sizes, Tracer) or not getattr(group_sizes, "is_fully_addressable", True):
         return
     sizes = np.asarray(group_sizes)
     if (sizes < 0).any():

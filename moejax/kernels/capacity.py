@@ -47,13 +47,18 @@ def outer(
     return lax.cond(_fits(rows, how), padded, tiled, x, g, rows, scale)
 
 
+def _bound(how: How) -> int:
+    assert how.max_group_size is not None, "grouped_matmul calls this implementation with a bound only"
+    return how.max_group_size
+
+
 def _fits(rows: Rows, how: How) -> Bool[Array, ""]:
-    return (rows.end - rows.start).max() <= how.max_group_size
+    return (rows.end - rows.start).max() <= _bound(how)
 
 
 def _source(rows: Rows, how: How) -> Int[Array, "G C"]:
     """The row in each place of each padded group; R for an empty place."""
-    row = rows.start[:, None] + jnp.arange(how.max_group_size, dtype=jnp.int32)
+    row = rows.start[:, None] + jnp.arange(_bound(how), dtype=jnp.int32)
     return jnp.where(row < rows.end[:, None], row, rows.num_rows)
 
 
@@ -68,4 +73,4 @@ def _slot(rows: Rows, how: How) -> Int[Array, "R"]:
     """The place of each row among the padded groups; past their end for a row of no group."""
     row = jnp.arange(rows.num_rows, dtype=jnp.int32)
     group = jnp.searchsorted(rows.end, row, side="right", method="compare_all").astype(jnp.int32)
-    return group * how.max_group_size + row - jnp.where(rows.live, rows.start.at[group].get(mode="clip"), 0)
+    return group * _bound(how) + row - jnp.where(rows.live, rows.start.at[group].get(mode="clip"), 0)

@@ -129,7 +129,7 @@ def _product_kernel(group, tile, start, stop, num_visits, *refs, num_weights, sc
     def _():
         mine = _mine(b, group, tile, start, stop, height) & (group[b] < num_groups)
         values = [total[...] for total in sums]
-        if scaled:
+        if scale_ref is not None:
             values = [value * scale_ref[...].astype(jnp.float32) for value in values]
         visited = _mine(b, group, tile, start, stop, height)
         for ref, value in zip(y_refs, finish(tuple(values)), strict=True):
@@ -153,7 +153,7 @@ def _outer_kernel(group, tile, start, stop, num_visits, *refs, height, scaled, h
         mine = _mine(b, group, tile, start, stop, height)
         left = jnp.where(mine, x_ref[...], jnp.zeros_like(x_ref))
         right = g_ref[...]
-        if scaled:
+        if scale_ref is not None:
             right = (right.astype(jnp.float32) * scale_ref[...].astype(jnp.float32)).astype(right.dtype)
         right = jnp.where(mine, right, jnp.zeros_like(right))
         total[...] += dot(left, right, (((0,), (0,)), ((), ())), how)

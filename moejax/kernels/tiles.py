@@ -55,7 +55,7 @@ def _forward(x, weights, rows, scale, how, transpose, finish, num_results=1):
         def tile(row, height, whole, results):
             at, inside = _span(row, end[g], height, whole, rows.num_rows)
             source = _tile(x, rows.index, at, height)
-            factor = _cut(scale, at, height)
+            factor = _factor(scale, at, height)
             parts = finish(tuple(scaled(dot(source, w, contract, how), factor) for w in mine))
             return tuple(_put(y, part, inside, at) for y, part in zip(results, parts, strict=True))
 
@@ -76,7 +76,7 @@ def outer(
         def part(row, height, whole):
             at, inside = _span(row, end[i], height, whole, rows.num_rows)
             left = _or(inside, _tile(x, rows.index, at, height), 0)
-            right = _or(inside, scaled(_cut(g, at, height), _cut(scale, at, height)), 0)
+            right = _or(inside, scaled(_cut(g, at, height), _factor(scale, at, height)), 0)
             return dot(left, right, (((0,), (0,)), ((), ())), how)
 
         def put(row, height, whole, _):
@@ -155,7 +155,11 @@ def _or(inside, rows, others):
 
 
 def _cut(values, at, height):
-    return None if values is None else lax.dynamic_slice_in_dim(values, at, height)
+    return lax.dynamic_slice_in_dim(values, at, height)
+
+
+def _factor(scale, at, height):
+    return None if scale is None else _cut(scale, at, height)
 
 
 def _tile(x, index, at, height):
