@@ -5,6 +5,7 @@ import difflib
 import math
 import sys
 from collections.abc import Iterable
+from typing import TypeGuard
 
 import jax.numpy as jnp
 
@@ -197,8 +198,8 @@ class MoEConfig:
             raise ValueError(f"level_loads={loads!r}: needs {depth} shares, one per level on one of {n} destinations")
         factor = self.capacity_factor
         most = n * num_tokens * depth  # every sender's every token with all its levels here
-        full = factor is None or factor * num_tokens * self.top_k >= most
-        max_rows = None if full else math.ceil(factor * num_tokens * self.top_k)
+        rows = math.inf if factor is None else factor * num_tokens * self.top_k
+        max_rows = None if rows >= most else math.ceil(rows)
         return PoolRule(level_caps(num_tokens, loads, factor), max_rows, n, self.drop_by)
 
 
@@ -209,5 +210,5 @@ def _check_capacity_factor(factor: object) -> None:
         raise ValueError(f"capacity_factor={factor!r}: needs a finite number above 0, or None to drop nothing")
 
 
-def _is_number(value: object) -> bool:
+def _is_number(value: object) -> TypeGuard[int | float]:
     return isinstance(value, int | float) and not isinstance(value, bool)

@@ -29,7 +29,7 @@ def _weighted_sum(rows, weight, slot, source):
     total = 0.0
     for j in range(slot.shape[1]):  # one gather of [t, d] at a time: [t, k, d] is never held
         total += read(rows, slot[:, j]).astype(jnp.float32) * weight[:, j, None]
-    return total.astype(rows.dtype)
+    return jnp.asarray(total, rows.dtype)
 
 
 def _weighted_sum_bwd(residuals, cotangent):

@@ -4,7 +4,7 @@ Shape legend. T: tokens of the whole batch, d: model width, f: expert width, E: 
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,9 @@ from moejax.line import ApplyExpert, Line
 from moejax.params import born_sharded
 from moejax.router import BiasState
 from moejax.stats import RoutingStats
+
+# By parameter: its shape and its logical axes.
+ParamShapes: TypeAlias = dict[str, tuple[tuple[int, ...], tuple[str | None, ...]]]
 
 
 class RouterState(nnx.Variable):
@@ -59,9 +62,9 @@ class MoELayer(nnx.Module):
         return moe(params, x, valid, self.router_state.get_value(), cfg=self.cfg, rules=self.rules)
 
 
-def param_shapes(cfg: MoEConfig) -> dict[str, tuple[tuple[int, ...], tuple[str | None, ...]]]:
+def param_shapes(cfg: MoEConfig) -> ParamShapes:
     """Each parameter's shape and logical axes, by name: router, expert_up ..., shared_up ..."""
-    found = {"router": ((cfg.d_model, cfg.num_experts), (None, None))}
+    found: ParamShapes = {"router": ((cfg.d_model, cfg.num_experts), (None, None))}
     for name, shape in expert_shapes(cfg.num_experts, cfg.d_model, cfg.d_ff, cfg.activation).items():
         found[f"expert_{name}"] = (shape, LOGICAL_AXES[name])
     if cfg.num_shared_experts:
@@ -209,7 +212,7 @@ class _Flat:
         pad = -(batch * seq) % self.multiple
         return jnp.pad(x, [(0, pad)] + [(0, 0)] * (x.ndim - 1)) if pad else x
 
-    def place(self, args, specs):
+    def place(self, args: tuple, specs: tuple) -> tuple:
         if not self.explicit:
             return args
         return jax.tree.map(lambda spec, part: jax.tree.map(lambda leaf: reshard(leaf, spec), part), specs, args)

@@ -6,6 +6,7 @@ Shape legend. t: tokens on this shard, k: experts per token, d: model width, E: 
 """
 
 import dataclasses
+import functools
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -118,7 +119,7 @@ class Line:
             return make_plan(routing, valid, cell_rows=rows, num_senders=self.num_senders, drop_by=cfg.drop_by)
         rule = cfg.pool_rule(tokens, ax.axis_size(self.axes.expert) if self.axes.expert else None)
         split = lambda leaf: leaf.reshape(self.num_senders, tokens, *leaf.shape[1:])
-        return jax.vmap(lambda *sender: make_pool_plan(*sender, rule))(*jax.tree.map(split, (routing, valid)))
+        return jax.vmap(functools.partial(make_pool_plan, rule=rule))(jax.tree.map(split, routing), split(valid))
 
     def stats(self, routing, plan, valid, num_rows) -> RoutingStats:
         cfg, axes = self.cfg, self.axes
@@ -163,12 +164,10 @@ def _grouped(params: dict[str, Any], prefix: str, cfg: MoEConfig, axes: ShardAxe
     """
 
     def ready(name):
-        weights = params.get(f"{prefix}_{name}")
-        if weights is None:
-            return None
-        weights = ax.vary_over(weights, axes.tokens).astype(cfg.dtype)
+        weights = ax.vary_over(params[f"{prefix}_{name}"], axes.tokens).astype(cfg.dtype)
         if not axes.embed:
             return weights
         return lax.all_gather(weights, axes.embed, axis=LOGICAL_AXES[name].index("embed"), tiled=True)
 
-    return GroupedExperts(activation=cfg.activation, **{name: ready(name) for name in LOGICAL_AXES})
+    named = {name: ready(name) for name in LOGICAL_AXES if f"{prefix}_{name}" in params}
+    return GroupedExperts(activation=cfg.activation, **{"gate": None, **named})

@@ -1,5 +1,6 @@
 """The train step: pure, so that `train` runs it and `layouts` compiles it for hardware that is not there."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -73,7 +74,8 @@ def abstract_state(
     opt_specs = optax.tree.map_params(
         optimizer, lambda _, spec: spec, shapes.opt_state, specs, transform_non_params=lambda _: P()
     )
-    specs = TrainState(P(), specs, jax.tree.map(lambda _: P(), shapes.router), opt_specs)
+    router_specs = jax.tree.map(lambda _: P(), shapes.router)
+    specs = dataclasses.replace(shapes, step=P(), params=specs, router=router_specs, opt_state=opt_specs)
 
     def place(shape, spec):
         sharding = None if mesh.empty else NamedSharding(mesh, spec)

@@ -233,12 +233,13 @@ class Block(nnx.Module):
 
     def __init__(self, cfg: TransformerConfig, is_moe: bool, *, rules: AxisRules, rngs: nnx.Rngs):
         """Args: cfg, the model; is_moe, which feed-forward; rules, logical axes to mesh axes; rngs, a stream `params`."""
-        self.is_moe, self.rules = is_moe, rules
+        self.rules = rules
         self.attention_norm = _norm(cfg, cfg.d_model, rngs)
         self.attention = Attention(cfg, rules=rules, rngs=rngs)
         self.feed_forward_norm = _norm(cfg, cfg.d_model, rngs)
-        if is_moe:
-            self.feed_forward = MoELayer(cfg.moe, rules=rules, rngs=rngs)
+        moe = cfg.moe if is_moe else None
+        if moe is not None:
+            self.feed_forward = MoELayer(moe, rules=rules, rngs=rngs)
         else:
             self.feed_forward = FeedForward(cfg, rules=rules, rngs=rngs)
 
@@ -247,7 +248,7 @@ class Block(nnx.Module):
         x += self.attention(self.attention_norm(x), segment_ids, positions)
         x = constrain(x, self.rules)
         normed = self.feed_forward_norm(x)
-        if not self.is_moe:
+        if isinstance(self.feed_forward, FeedForward):
             return constrain(x + self.feed_forward(normed), self.rules), None
         y, stats = self.feed_forward(normed, None if segment_ids is None else segment_ids > 0)
         return constrain(x + y, self.rules), stats

@@ -15,11 +15,11 @@ from moejax.exchange.hierarchical import hierarchical
 from moejax.exchange.pooled import pooled
 from moejax.exchange.weight_stream import weight_stream
 from moejax.exchange.wire import Wire
-from moejax.experts import GroupedExperts
 from moejax.plan import DispatchPlan
 from moejax.pool import PoolPlan
 
-Exchange = Callable[[Array, DispatchPlan | PoolPlan, GroupedExperts, Wire], tuple[Array, Array]]
+# The experts are a function of their rows; pools need GroupedExperts, whose weights they divide.
+Exchange = Callable[[Array, DispatchPlan | PoolPlan, Callable[[Array], Array], Wire], tuple[Array, Array]]
 # By (capacity, exchange).
 EXCHANGES: dict[tuple[str, str], Exchange] = {
     ("cell", "all_to_all"): all_to_all,

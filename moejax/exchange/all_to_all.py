@@ -11,7 +11,7 @@ from moejax.exchange.wire import Wire
 def all_to_all(x, plan, experts, wire: Wire):
     """x [t, d] -> (y [t, d], rows worked on here)."""
     if not wire.axes:
-        return through_cells(x, plan, experts, wire, (lambda rows: rows,) * 2)
+        return through_cells(x, plan, experts, wire, (lambda rows: rows, lambda rows: rows))
     cross = functools.partial(lax.all_to_all, axis_name=wire.axes, tiled=True)
     there = functools.partial(cross, split_axis=0, concat_axis=1)
     back = functools.partial(cross, split_axis=1, concat_axis=0)

@@ -13,7 +13,7 @@ from moejax.exchange.wire import Wire
 def hierarchical(x, plan, experts, wire: Wire):
     """x [t, d] -> (y [t, d], rows worked on here). `wire.axes` are (slow, fast); rows land as a flat all-to-all lands them."""
     if not wire.axes:
-        return through_cells(x, plan, experts, wire, (lambda rows: rows,) * 2)
+        return through_cells(x, plan, experts, wire, (lambda rows: rows, lambda rows: rows))
     slow, fast = wire.axes
     sizes = lax.axis_size(slow), lax.axis_size(fast)
 
