@@ -309,7 +309,11 @@ def _pass_on(part: Array, axes: tuple[str, ...], step: int) -> Array:
 def _put(whole: Array | None, part: Array, place: int, owner, size: int) -> Array:
     """The owner's part at its place; in zeros at first."""
     axis = part.ndim + place
-    if whole is None:
-        shape = [length * (size if i == axis else 1) for i, length in enumerate(part.shape)]
-        whole = ax.vary_over(jnp.zeros(shape, part.dtype), sorted(ax.varying(part)))
-    return lax.dynamic_update_slice_in_dim(whole, part, owner * part.shape[axis], axis)
+    into = _room(part, axis, size) if whole is None else whole
+    return lax.dynamic_update_slice_in_dim(into, part, owner * part.shape[axis], axis)
+
+
+def _room(part: Array, axis: int, size: int) -> Array:
+    """Zeros for the parts of all shards."""
+    shape = [length * (size if i == axis else 1) for i, length in enumerate(part.shape)]
+    return ax.vary_over(jnp.zeros(shape, part.dtype), sorted(ax.varying(part)))
