@@ -137,17 +137,18 @@ def carry(rows: Array, there: Transport, back: Transport, codecs: tuple[str, str
     return there(rows) if codecs == ("plain", "plain") else _carry(rows, there, back, codecs)
 
 
-def _through(rows: Array, transport: Transport, codec: Codec) -> Array:
+def through(rows: Array, transport: Transport, codec: Codec) -> Array:
+    """Rows encoded, sent part by part, and decoded; not differentiable through the codec."""
     return codec.decode(tuple(transport(part) for part in codec.encode(rows)), rows.dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
 def _carry(rows, there, back, codecs):
-    return _through(rows, there, CODECS[codecs[0]][0])
+    return through(rows, there, CODECS[codecs[0]][0])
 
 
 def _carry_bwd(there, back, codecs, _, cotangent):
-    return (_through(cotangent, back, CODECS[codecs[1]][1]),)
+    return (through(cotangent, back, CODECS[codecs[1]][1]),)
 
 
 _carry.defvjp(lambda rows, there, back, codecs: (_carry(rows, there, back, codecs), None), _carry_bwd)

@@ -10,15 +10,18 @@ from typing import TypeGuard
 import jax.numpy as jnp
 
 from moejax.codec import CODECS
+from moejax.flat_plan import Bounds
 from moejax.pool import PoolRule, level_caps, level_loads
+from moejax.receive import ReceiveRule
 from moejax.router import ROUTERS, Router
 
 ACTIVATIONS = ("swiglu", "geglu", "gelu", "relu2")
 LOSS_SCOPES = ("sequence", "shard", "microbatch")
-EXCHANGES = ("all_to_all", "hierarchical", "all_gather", "weight_stream", "auto")
+EXCHANGES = ("all_to_all", "ragged", "hierarchical", "all_gather", "weight_stream", "auto")
 CHUNKED = ("all_to_all", "hierarchical")
 CAPACITIES = ("cell", "pool")
 DROP_RULES = ("position", "weight")
+OVERFLOWS = ("drop", "fallback")
 
 
 def one_of(field: str, value: object, legal: Iterable[str]) -> None:
@@ -64,13 +67,18 @@ class MoEConfig:
         ceil(capacity_factor * tokens * top_k) rows.
       drop_by: "position" keeps the sender's earliest tokens, "weight" those with the largest routing weight.
       num_senders: how many senders share the batch, a multiple of the mesh's token shards; None: one per token shard.
-      num_destinations: for pools, devices that the experts are divided over; None: the mesh's expert shards. A reference
-        without expert axes sets it to drop the tokens that a mesh with that many would drop.
+      num_destinations: for pools and `receive_factor`, devices that the experts are divided over; None: the mesh's expert
+        shards. A reference without expert axes sets it to drop the tokens that a mesh with that many would drop.
       level_loads: for pools, the expected share of a sender's tokens by level on one destination (see
         `moejax.pool.measured_level_loads`); None: that of uniform routing.
-      exchange: how rows cross the expert axis: "all_to_all"; for cells also "hierarchical" (two expert axes, slow and
-        fast), "all_gather" or "weight_stream" (tokens stay, weights go round); "auto" takes the one that moves the fewest
-        bytes (`moejax.exchange.choose_exchange`). All give one answer.
+      receive_factor: for cells, a device's experts take ceil(receive_factor * tokens * top_k) rows at most (tokens of one
+        sender), at least 1.0, what even load needs; the largest cells are cut first (`moejax.receive`). None: all rows that
+        come, for which "ragged" keeps room.
+      overflow: what exceeds that is lost, "drop", or, "fallback", nothing is: with "ragged" the rows above it then stay, and
+        the weights come to them (as in "weight_stream"); other exchanges have room for all rows anyway.
+      exchange: how rows cross the expert axis: "all_to_all"; for cells also "ragged" (true rows only, no padding),
+        "hierarchical" (two expert axes, slow and fast), "all_gather" or "weight_stream" (tokens stay, weights go round);
+        "auto" takes the one that moves the fewest bytes (`moejax.exchange.choose_exchange`). All give one answer.
       codec: how they travel, "plain", "bf16", "int8" or "fp8" (see `moejax.codec` for their errors), or a pair
         (forward, backward).
       num_chunks: cells ("all_to_all", "hierarchical") and pools cross in this many parts of their rows, so that the
@@ -99,6 +107,8 @@ class MoEConfig:
     num_senders: int | None = None
     num_destinations: int | None = None
     level_loads: tuple[float, ...] | None = None
+    receive_factor: float | None = None
+    overflow: str = "drop"
     exchange: str = "all_to_all"
     codec: str | tuple[str, str] = "plain"
     num_chunks: int = 1
@@ -130,6 +140,7 @@ class MoEConfig:
         one_of("drop_by", self.drop_by, DROP_RULES)
         one_of("exchange", self.exchange, EXCHANGES)
         self._check_pool()
+        self._check_receive()
         for name in self.codecs:
             one_of("codec", name, CODECS)
         one_of("activation", self.activation, ACTIVATIONS)
@@ -153,15 +164,30 @@ class MoEConfig:
     def _check_pool(self):
         if self.capacity == "pool":
             one_of("exchange of pools", self.exchange, ("all_to_all", "auto"))
-        for field in ("num_destinations", "level_loads"):
-            if self.capacity == "cell" and getattr(self, field) is not None:
-                raise ValueError(f"{field}={getattr(self, field)!r}: needs capacity='pool', not {self.capacity!r}")
+        if self.capacity == "cell" and self.level_loads is not None:
+            raise ValueError(f"level_loads={self.level_loads!r}: needs capacity='pool', not {self.capacity!r}")
+        if self.capacity == "cell" and self.receive_factor is None and self.num_destinations is not None:
+            raise ValueError(
+                f"num_destinations={self.num_destinations!r}: needs capacity='pool', not 'cell', or receive_factor"
+            )
         loads = self.level_loads
         if loads is None:
             return
         numbers = isinstance(loads, tuple) and loads and all(_is_number(load) and 0 < load <= 1 for load in loads)
         if not numbers or list(loads) != sorted(loads, reverse=True):
             raise ValueError(f"level_loads={loads!r}: needs a tuple of shares above 0 and at most 1 that do not increase")
+
+    def _check_receive(self):
+        one_of("overflow", self.overflow, OVERFLOWS)
+        factor = self.receive_factor
+        if factor is None and self.overflow != "drop":
+            raise ValueError(f"overflow={self.overflow!r}: without receive_factor nothing overflows; legal is 'drop'")
+        if factor is None:
+            return
+        if self.capacity != "cell":
+            raise ValueError(f"receive_factor={factor!r}: needs capacity='cell', not {self.capacity!r}, which has a bound")
+        if not _is_number(factor) or not 1 <= factor <= sys.float_info.max:
+            raise ValueError(f"receive_factor={factor!r}: needs a finite number of at least 1.0, what even load needs, or None")
 
     @property
     def codecs(self) -> tuple[str, str]:
@@ -183,6 +209,25 @@ class MoEConfig:
             return num_tokens
         pairs = self.capacity_factor * num_tokens * self.top_k
         return num_tokens if pairs >= num_tokens * self.num_experts else max(1, math.ceil(pairs / self.num_experts))
+
+    def receive_rule(self, num_tokens: int, num_senders: int, num_destinations: int) -> ReceiveRule | None:
+        """What a destination takes, where a shard has `num_senders` senders of `num_tokens` tokens; None: all that can come."""
+        if self.receive_factor is None:
+            return None
+        rows = self.receive_factor * num_senders * num_tokens * self.top_k
+        full = rows >= num_destinations * num_senders * self.pair_rows(num_tokens, num_destinations)
+        return None if full else ReceiveRule(math.ceil(rows), num_destinations)
+
+    def pair_rows(self, num_tokens: int, num_destinations: int) -> int:
+        """Rows that a sender of `num_tokens` tokens has for one of the destinations at most."""
+        e = self.num_experts // num_destinations
+        return min(num_tokens * min(self.top_k, e), e * self.cell_rows(num_tokens))
+
+    def flat_bounds(self, num_tokens: int, num_senders: int, num_destinations: int, rule: ReceiveRule | None) -> Bounds:
+        """Rows without padding at most, of a shard with `num_senders` senders of `num_tokens` tokens each, under the rule."""
+        pair = num_senders * self.pair_rows(num_tokens, num_destinations)
+        received = num_destinations * pair if rule is None else rule.room
+        return Bounds(min(num_senders * num_tokens * self.top_k, num_destinations * pair), pair, received)
 
     def pool_rule(self, num_tokens: int, num_destinations: int | None) -> PoolRule:
         """The capacities of pools for a sender of `num_tokens` tokens.

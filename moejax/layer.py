@@ -91,15 +91,16 @@ def check_layer(cfg: MoEConfig, rules: AxisRules, mesh) -> ShardAxes:
     ax.check_divides("d_ff", cfg.d_ff, axes.mlp, mesh)
     if cfg.num_senders is not None:
         ax.check_divides("num_senders", cfg.num_senders, axes.tokens, mesh)
-    if cfg.capacity == "pool":
-        _check_pool(cfg, axes, mesh)
+    if cfg.capacity == "pool" or (cfg.receive_factor is not None and cfg.overflow == "drop"):
+        _check_groups(cfg, axes, mesh)
     if cfg.exchange == "hierarchical" and len(axes.expert) not in (0, 2):
         raise ValueError(f"exchange='hierarchical': needs two expert axes (slow, fast), the rules give {axes.expert!r}")
     return axes
 
 
-def _check_pool(cfg: MoEConfig, axes: ShardAxes, mesh) -> None:
-    """A pool's receivers serve n consecutive senders each: those of one expert group on a mesh that has expert axes."""
+def _check_groups(cfg: MoEConfig, axes: ShardAxes, mesh) -> None:
+    """A destination with a bound serves n consecutive senders: those of one expert group on a mesh that has expert axes."""
+    what = "pools" if cfg.capacity == "pool" else "receivers with a bound"
     shards = ax.mesh_size(mesh, axes.tokens)
     n = cfg.num_destinations or ax.mesh_size(mesh, axes.expert)
     senders = cfg.num_senders or shards
@@ -112,9 +113,9 @@ def _check_pool(cfg: MoEConfig, axes: ShardAxes, mesh) -> None:
     if n != ax.mesh_size(mesh, axes.expert):
         raise ValueError(f"num_destinations={n}: the mesh has {ax.mesh_size(mesh, axes.expert)} expert shards")
     if senders != shards:
-        raise ValueError(f"num_senders={senders}: pools need one sender per token shard, {shards}")
+        raise ValueError(f"num_senders={senders}: {what} need one sender per token shard, {shards}")
     if axes.tokens[-len(axes.expert) :] != axes.expert:
-        raise ValueError(f"batch axes {axes.tokens!r}: pools need the expert axes {axes.expert!r} last")
+        raise ValueError(f"batch axes {axes.tokens!r}: {what} need the expert axes {axes.expert!r} last")
 
 
 def moe(

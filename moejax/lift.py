@@ -15,7 +15,7 @@ from jax.sharding import AxisType, NamedSharding
 from jaxtyping import Array, Bool, Float
 
 from moejax.axes import AxisRules, current_mesh
-from moejax.config import MoEConfig
+from moejax.config import EXCHANGES, MoEConfig
 from moejax.layer import RouterState, check_layer, init_param, moe, param_shapes
 from moejax.linen import router_state
 from moejax.params import born_sharded
@@ -40,7 +40,8 @@ def as_experts(
       A linen or an nnx module, called as `MoELayer` is: (x [batch, seq, d_model], valid) -> (y, RoutingStats).
 
     Raises:
-      ValueError: for pools, for a mesh that splits experts over a tensor axis, or a module of neither kind.
+      ValueError: for pools and "ragged", whose rows are no cells, for a mesh that splits experts over a tensor axis, or a
+        module of neither kind.
     """
     if isinstance(module, nn.Module):
         return LinenExperts(module, cfg, rules)
@@ -111,6 +112,9 @@ class LinenExperts(nn.Module):
 def _check(cfg: MoEConfig, rules: AxisRules) -> None:
     if cfg.capacity != "cell":
         raise ValueError(f"capacity={cfg.capacity!r}: lifted experts work on cells; legal is 'cell'")
+    if cfg.exchange == "ragged":
+        legal = ", ".join(name for name in EXCHANGES if name != "ragged")
+        raise ValueError(f"exchange='ragged': lifted experts work on cells; legal are {legal}")
     axes = check_layer(cfg, rules, current_mesh())
     if axes.mlp:
         raise ValueError(f"mlp axes {axes.mlp!r}: a lifted expert is whole on its shard; legal is AxisRules(mlp=None)")

@@ -23,10 +23,12 @@ from moejax.config import MoEConfig
 from moejax.exchange import EXCHANGES, Wire
 from moejax.exchange.choose import choose_exchange
 from moejax.experts import LOGICAL_AXES, GroupedExperts
+from moejax.flat_plan import FlatPlan, place_flat, with_rest
 from moejax.losses import load_balance_loss, router_z_loss
-from moejax.plan import DispatchPlan, make_plan
+from moejax.plan import DispatchPlan, place_in_cells, rank_pairs
 from moejax.pool import PoolPlan, make_pool_plan
 from moejax.pytree import pytree
+from moejax.receive import take_in
 from moejax.router import BiasState
 from moejax.stats import RoutingStats
 
@@ -47,7 +49,10 @@ class LiftedExperts:
     apply: ApplyExpert = dataclasses.field(metadata={"static": True})
 
     def __call__(self, rows: Float[Array, "e r d"]) -> Float[Array, "e r d"]:
-        """[e, r, d] -> [e, r, d]. Empty rows are zeros, and what comes of them is never read."""
+        """[e, r, d] -> [e, r, d]. Empty rows are zeros, and what comes of them is never read.
+
+        They work on padded cells only: there is no product of many experts at once for rows that stand flat.
+        """
         return jax.vmap(self.apply)(self.weights, rows)
 
 
@@ -77,11 +82,12 @@ class Line:
         x = jnp.where(valid[:, None], x, 0)
         with jax.named_scope("moe/route"):
             routing = route(x, params["router"], state, cfg)
-            plan = self.plan(routing, valid)
+            name = self.exchange(x.shape[0])
+            plan = self.plan(routing, valid, name)
         inside = ax.vary_over(x, axes.mlp).astype(cfg.dtype)
         plan = dataclasses.replace(plan, weight=ax.vary_over(plan.weight, axes.mlp))
-        exchange = EXCHANGES[cfg.capacity, self.exchange(x.shape[0])]
-        y, num_rows = exchange(inside, plan, self.experts(params), Wire(axes.expert, cfg.codecs, cfg.num_chunks))
+        wire = Wire(axes.expert, cfg.codecs, cfg.num_chunks, axes.tokens)
+        y, num_rows = EXCHANGES[self.rows_stand(name), name](inside, plan, self.experts(params), wire)
         if cfg.num_shared_experts:
             with jax.named_scope("moe/shared"):
                 shared = _grouped(params, "shared", cfg, axes)(inside[None])[0]
@@ -107,19 +113,46 @@ class Line:
             )
         if cfg.exchange != "auto":
             return cfg.exchange
-        choice = choose_exchange(cfg, num_tokens, self.num_senders, ax.axis_size(self.axes.expert))
+        lifted = self.apply_expert is not None
+        choice = choose_exchange(cfg, num_tokens, self.num_senders, ax.axis_size(self.axes.expert), lifted=lifted)
         logger.info("%s", choice)
         return choice.name
 
-    def plan(self, routing, valid) -> DispatchPlan | PoolPlan:
+    def rows_stand(self, exchange: str) -> str:
+        """How rows stand for the exchange: in padded cells, "flat", one after another, or in pools.
+
+        Flat rows are as many as there are pairs, so whatever can drops nothing that way; experts of a user's kind take cells.
+        """
+        cfg = self.cfg
+        if cfg.capacity == "pool" or self.apply_expert is not None:
+            return cfg.capacity
+        own_work = not self.axes.expert or exchange in ("all_gather", "weight_stream")
+        return "flat" if exchange == "ragged" or (own_work and cfg.capacity_factor is None) else "cell"
+
+    def plan(self, routing, valid, exchange: str) -> DispatchPlan | FlatPlan | PoolPlan:
         """Who is dropped and where the others go; a PoolPlan has a leading axis of senders."""
         cfg, tokens = self.cfg, valid.shape[0] // self.num_senders
-        if cfg.capacity == "cell":
-            rows = cfg.cell_rows(tokens)
-            return make_plan(routing, valid, cell_rows=rows, num_senders=self.num_senders, drop_by=cfg.drop_by)
-        rule = cfg.pool_rule(tokens, ax.axis_size(self.axes.expert) if self.axes.expert else None)
-        split = lambda leaf: leaf.reshape(self.num_senders, tokens, *leaf.shape[1:])
-        return jax.vmap(functools.partial(make_pool_plan, rule=rule))(jax.tree.map(split, routing), split(valid))
+        if cfg.capacity == "pool":
+            rule = cfg.pool_rule(tokens, ax.axis_size(self.axes.expert) if self.axes.expert else None)
+            split = lambda leaf: leaf.reshape(self.num_senders, tokens, *leaf.shape[1:])
+            return jax.vmap(functools.partial(make_pool_plan, rule=rule))(jax.tree.map(split, routing), split(valid))
+        return self.cell_plan(routing, valid, exchange)
+
+    def cell_plan(self, routing, valid, exchange: str) -> DispatchPlan | FlatPlan:
+        """The plan where capacity is per (sender, expert)."""
+        cfg, tokens, shards = self.cfg, valid.shape[0] // self.num_senders, ax.axis_size(self.axes.expert)
+        ranks = rank_pairs(routing, valid, self.num_senders, cfg.drop_by)
+        kept = jnp.minimum(ranks.count, cfg.cell_rows(tokens))
+        stays = cfg.overflow == "fallback"
+        sharing = (self.num_senders, shards) if self.axes.expert else (1, cfg.num_destinations or 1)
+        rule = cfg.receive_rule(tokens, *sharing)
+        if stays and (exchange != "ragged" or not self.axes.expert):
+            rule = None  # they have room for everything
+        taken = kept if rule is None else take_in(kept, rule, self.axes.expert)
+        if self.rows_stand(exchange) == "cell":
+            return place_in_cells(ranks, routing.weight, kept, taken, cfg.cell_rows(tokens))
+        plan = place_flat(ranks, routing.weight, kept, taken, cfg.flat_bounds(tokens, self.num_senders, shards, rule))
+        return with_rest(plan, ranks, routing.weight, kept, taken) if rule and stays else plan
 
     def stats(self, routing, plan, valid, num_rows) -> RoutingStats:
         cfg, axes = self.cfg, self.axes

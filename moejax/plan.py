@@ -22,7 +22,8 @@ class DispatchPlan:
       weight: [t, k] float32 combine weight; zero where dropped or invalid.
       source: [E*m*c] the pair (token * k + choice) that fills each row; t*k where the row is empty.
       routed: [E] pairs of valid tokens that chose each expert, before any drop.
-      kept: [E] pairs of them that have a row.
+      kept: [E] pairs of them that their sender has room for.
+      group_sizes: [E] pairs of those that their destination has room for too: the ones that have a row.
     """
 
     slot: Int[Array, "t k"]
@@ -30,11 +31,31 @@ class DispatchPlan:
     source: Int[Array, "rows"]
     routed: Int[Array, "E"]
     kept: Int[Array, "E"]
+    group_sizes: Int[Array, "E"]
 
     @property
     def num_experts(self) -> int:
         """Experts in the layer, over all devices."""
         return self.routed.shape[0]
+
+
+@pytree
+class Ranks:
+    """Every pair's place in its (expert, sender) cell. Cells are numbered expert * m + sender; E*m is that of invalid tokens.
+
+    Attributes:
+      cell: [t, k] the pair's cell.
+      rank: [t, k] its place there, by priority.
+      order: [t*k] the pairs, by cell and rank.
+      start: [E*m + 1] where each cell begins in `order`.
+      count: [E, m] pairs of each cell.
+    """
+
+    cell: Int[Array, "t k"]
+    rank: Int[Array, "t k"]
+    order: Int[Array, "n"]
+    start: Int[Array, "cells"]
+    count: Int[Array, "E m"]
 
 
 def make_plan(
@@ -51,6 +72,13 @@ def make_plan(
       num_senders: m, equal blocks of consecutive tokens, each with cells of its own; divides t.
       drop_by: "position" ranks pairs by token, then choice; "weight" by routing weight, largest first.
     """
+    ranks = rank_pairs(routing, valid, num_senders, drop_by)
+    kept = jnp.minimum(ranks.count, cell_rows)
+    return place_in_cells(ranks, routing.weight, kept, kept, cell_rows)
+
+
+def rank_pairs(routing: Routing, valid: Bool[Array, "t"], num_senders: int, drop_by: str) -> Ranks:
+    """Each pair's cell and its rank there; arguments as in `make_plan`."""
     (t, k), num_experts = routing.expert.shape, routing.logits.shape[-1]
     num_cells = num_experts * num_senders
     sender = jnp.arange(t, dtype=jnp.int32) // (t // num_senders)
@@ -58,18 +86,33 @@ def make_plan(
     order, by_cell = _order(cell.reshape(-1), routing.weight.reshape(-1), drop_by)
     # What searchsorted(method="compare_all") does; that one fails (jax 0.10.2) where the mesh has axes not made manual.
     start = (by_cell < jnp.arange(num_cells + 1, dtype=jnp.int32)[:, None]).sum(1, dtype=jnp.int32)
-    count = jnp.diff(start)
     rank = _inverse(order).reshape(t, k) - start[cell]
-    fits = valid[:, None] & (rank < cell_rows)
+    return Ranks(cell, rank, order, start, jnp.diff(start).reshape(num_experts, num_senders))
+
+
+def place_in_cells(
+    ranks: Ranks, weight: Float[Array, "t k"], kept: Int[Array, "E m"], taken: Int[Array, "E m"], cell_rows: int
+) -> DispatchPlan:
+    """The plan of a send buffer with `cell_rows` rows for every cell.
+
+    Args:
+      ranks: of the pairs.
+      weight: their combine weights.
+      kept: how many of each cell its sender has room for.
+      taken: how many of those its destination has room for; they get a row.
+      cell_rows: c.
+    """
+    nowhere, num_rows = ranks.order.shape[0], taken.size * cell_rows
+    fits = ranks.rank < jnp.append(taken.reshape(-1), 0)[ranks.cell]
     place = jnp.arange(cell_rows, dtype=jnp.int32)
-    pair = order.at[start[:-1, None] + place].get(mode="fill", fill_value=t * k)
-    source = jnp.where(place < count[:, None], pair, t * k)
+    pair = ranks.order.at[ranks.start[:-1, None] + place].get(mode="fill", fill_value=nowhere)
     return DispatchPlan(
-        slot=jnp.where(fits, cell * cell_rows + rank, num_cells * cell_rows),
-        weight=jnp.where(fits, routing.weight, 0),
-        source=source.reshape(-1),
-        routed=count.reshape(num_experts, num_senders).sum(1),
-        kept=jnp.minimum(count, cell_rows).reshape(num_experts, num_senders).sum(1),
+        slot=jnp.where(fits, ranks.cell * cell_rows + ranks.rank, num_rows),
+        weight=jnp.where(fits, weight, 0),
+        source=jnp.where(place < taken.reshape(-1, 1), pair, nowhere).reshape(-1),
+        routed=ranks.count.sum(1),
+        kept=kept.sum(1),
+        group_sizes=taken.sum(1),
     )
 
 

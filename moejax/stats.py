@@ -19,7 +19,7 @@ class RoutingStats:
       tokens_per_expert: [E] int32, pairs of valid tokens that chose each expert, before drops.
       num_assignments: int32, their sum: valid tokens x top_k.
       num_dropped: int32, those that found no room, at their sender or at the device that they were sent to.
-      num_dropped_at_receiver: int32, the latter (cells have none).
+      num_dropped_at_receiver: int32, the latter (pools, and cells with a receive_factor).
       token_straggler: float32, rows on the fullest expert device over the mean of all (max - mean, in rows worked on).
     """
 

@@ -34,4 +34,4 @@ def through_cells(x, plan, experts, wire: Wire, transport: tuple[Transport, Tran
     with jax.named_scope("moe/combine"):
         parts = [checkpoint_name(carry(part, back, there, wire.codecs), "moe/combine") for part in parts]
         y = combine(jnp.concatenate(parts, 1), plan)
-    return y, own_counts(plan.kept, wire.axes).sum()
+    return y, own_counts(plan.group_sizes, wire.axes).sum()

@@ -16,11 +16,13 @@ class Wire:
       axes: the expert axes; none on one device, where nothing is sent.
       codecs: names of the codecs, (forward, backward).
       num_chunks: in how many parts, so that one part's experts can work while the next part crosses.
+      tokens: the axes that tokens are sharded over: what all shards must do alike is decided over them.
     """
 
     axes: tuple[str, ...] = ()
     codecs: tuple[str, str] = ("plain", "plain")
     num_chunks: int = 1
+    tokens: tuple[str, ...] = ()
 
 
 def own_counts(counts: Int[Array, "E"], axes: tuple[str, ...]) -> Int[Array, "e"]:

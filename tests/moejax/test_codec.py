@@ -117,6 +117,7 @@ CODED = [
     ("all_to_all", ("bf16", "plain")),
     ("all_gather", ("plain", "bf16")),
     ("all_gather", "bf16"),
+    ("ragged", ("int8", "fp8")),
 ]
 
 

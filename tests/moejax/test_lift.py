@@ -114,6 +114,12 @@ def test_lifted_experts_train():
     ("module", "cfg", "rules", "says"),
     [
         (Gated, dataclasses.replace(CFG, capacity="pool"), WHOLE, "capacity='pool': lifted experts work on cells"),
+        (
+            Gated,
+            dataclasses.replace(CFG, exchange="ragged"),
+            WHOLE,
+            "exchange='ragged': lifted experts work on cells",
+        ),
         (Gated, CFG, AxisRules(), r"mlp axes \('tensor',\): a lifted expert is whole on its shard"),
     ],
 )

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 
 import jax
+import numpy as np
 import pytest
 
 from layouts.hlo import read
@@ -21,7 +22,27 @@ CASES = [
     ("many_senders", "expert8", AxisRules(), {"num_chunks": 4}),
     ("every_expert", "fsdp2_expert2_tensor2", AxisRules(), {"num_chunks": 2}),
     ("shared", "data2_expert4", AxisRules(), {"exchange": "auto"}),
+    ("shared", "expert8", AxisRules(), {"exchange": "ragged"}),
+    ("odd", "data2_expert4", BOTH, {"exchange": "ragged"}),
+    ("many_senders", "data2_expert4", AxisRules(), {"exchange": "ragged"}),
+    ("every_expert", "fsdp2_expert2_tensor2", AxisRules(), {"exchange": "ragged"}),
 ]
+# What a device takes is bounded: every exchange drops the same, or nothing.
+BOUNDED = [
+    ("shared", "data2_expert4", BOTH, {"exchange": "ragged", "num_destinations": 8, "receive_factor": 1.0}),
+    ("shared", "data2_expert4", AxisRules(), {"exchange": "all_gather", "num_destinations": 4, "receive_factor": 1.1}),
+    ("shared", "expert8", AxisRules(), {"exchange": "weight_stream", "num_destinations": 8, "receive_factor": 1.0}),
+    ("shared", "expert8", AxisRules(), {"exchange": "all_to_all", "num_destinations": 8, "receive_factor": 1.0}),
+    ("shared", "data8", AxisRules(), {"num_senders": 16, "num_destinations": 2, "receive_factor": 1.0}),
+    (
+        "odd",
+        "fsdp2_expert2_tensor2",
+        AxisRules(),
+        {"exchange": "ragged", "num_destinations": 2, "num_senders": 4, "receive_factor": 1.0, "capacity_factor": 4.0},
+    ),
+]
+STAYING = {"exchange": "ragged", "receive_factor": 1.0, "overflow": "fallback", "capacity_factor": None}
+FALLING_BACK = [("shared", "data2_expert4", 2), ("odd", "fsdp2_expert2_tensor2", 2)]  # and the groups there
 
 
 def _layer(name, changes):
@@ -35,10 +56,41 @@ def test_every_way_across_gives_the_reference_answer(name, mesh, rules, changes)
     plain = _layer(name, {})
     for seed, skew in enumerate(grid.SKEWS):
         inputs = grid.draw(layer, seed, skew, grid.PADDINGS[-1 - seed % len(grid.PADDINGS)])
-        got, want = grid.run(layer, where, inputs.garbage()), grid.reference(plain, inputs)
-        grid.assert_replicas_equal(got)
-        stats = dataclasses.replace(got["stats"], token_straggler=want["stats"].token_straggler)
-        grid.assert_close({**got, "stats": stats}, want)
+        _check(grid.run(layer, where, inputs.garbage()), grid.reference(plain, inputs))
+
+
+def _check(got, want):
+    grid.assert_replicas_equal(got)
+    stats = dataclasses.replace(got["stats"], token_straggler=want["stats"].token_straggler)
+    grid.assert_close({**got, "stats": stats}, want)
+
+
+@pytest.mark.parametrize(("name", "mesh", "rules", "changes"), BOUNDED)
+def test_a_bound_on_what_a_device_takes_is_the_same_for_all(name, mesh, rules, changes):
+    layer, where = _layer(name, changes), dataclasses.replace(grid.place(mesh), rules=rules)
+    dropped = 0
+    for seed, skew in enumerate(grid.SKEWS):
+        inputs = grid.draw(layer, seed, skew, grid.PADDINGS[seed % 3])
+        got, want = grid.run(layer, where, inputs.garbage()), grid.reference(layer, inputs)
+        _check(got, want)
+        dropped += int(got["stats"].num_dropped_at_receiver)
+    assert dropped
+
+
+@pytest.mark.parametrize(("name", "mesh", "groups"), FALLING_BACK)
+def test_what_a_device_does_not_take_can_stay(name, mesh, groups):
+    """Two senders a shard where the mesh has four shards; and a bound that is exceeded, else the test says nothing."""
+    layer, where, exceeded = _layer(name, STAYING), grid.place(mesh), False
+    shards, plain = where.token_shards, _layer(name, {"capacity_factor": None})
+    room = -(-layer.shape[0] * layer.shape[1] // shards) * layer.cfg.top_k
+    for seed, skew in enumerate(grid.SKEWS):
+        inputs = grid.draw(layer, seed, skew, grid.PADDINGS[seed % 3])
+        got = grid.run(layer, where, inputs.garbage())
+        _check(got, grid.reference(plain, inputs))
+        came = np.asarray(got["stats"].tokens_per_expert).reshape(shards // groups, -1).sum(1)
+        exceeded |= came.max() > groups * room
+        assert got["stats"].num_dropped == 0
+    assert exceeded
 
 
 @functools.cache
@@ -96,6 +148,7 @@ def test_auto_bytes_are_those_of_the_exchange():
             {"num_chunks": 2, "exchange": "weight_stream"},
             "num_chunks=2: exchange='weight_stream' crosses whole; legal is 1, or one of 'all_to_all'",
         ),
+        ({"num_chunks": 2, "exchange": "ragged"}, "num_chunks=2: exchange='ragged' crosses whole; legal is 1, or one of"),
         ({"num_chunks": 0}, "num_chunks=0: needs a whole number of at least 1"),
         ({"exchange": "hierarchic"}, r"exchange='hierarchic': legal values are .*did you mean 'hierarchical'\?"),
     ],
@@ -111,3 +164,17 @@ def test_hierarchical_needs_two_axes_and_chunks_must_divide():
         grid.run(_layer("shared", {"exchange": "hierarchical"}), grid.Place(make_mesh(expert=8)), inputs)
     with pytest.raises(ValueError, match=r"^num_chunks=4 does not divide the 6 tokens of a shard: legal are 1, 2, 3, 6"):
         grid.run(_layer("shared", {"num_chunks": 4}), grid.Place(make_mesh(expert=8)), inputs)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "changes", "says"),
+    [
+        ("expert8", {"num_destinations": 4}, "num_destinations=4: the mesh has 8 expert shards"),
+        ("expert8", {"num_senders": 16}, "num_senders=16: receivers with a bound need one sender per token shard, 8"),
+        ("data8", {"num_destinations": 4}, "num_senders=8 over 8 token shards: each needs a multiple of 4 destinations"),
+    ],
+)
+def test_bounds_that_the_mesh_cannot_keep(mesh, changes, says):
+    layer = _layer("shared", {"receive_factor": 1.0, **changes})
+    with pytest.raises(ValueError, match="^" + says):
+        grid.run(layer, grid.place(mesh), grid.draw(layer, 0, "random", "none"))
