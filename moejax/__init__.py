@@ -2,6 +2,7 @@
 
 from moejax import linen
 from moejax.axes import AxisRules, make_mesh
+from moejax.compiler import compiler_options
 from moejax.config import MoEConfig
 from moejax.grouped_matmul import grouped_matmul
 from moejax.layer import MoELayer, RouterState, moe
@@ -23,6 +24,7 @@ __all__ = [
     "Transformer",
     "TransformerConfig",
     "as_experts",
+    "compiler_options",
     "grouped_matmul",
     "linen",
     "make_mesh",

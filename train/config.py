@@ -202,6 +202,7 @@ class TrainConfig:
       seq: tokens in a row.
       num_microbatches: parts of the batch that are worked through one after the other, their gradients added.
       seed: of the parameters, the order of the text and the sample.
+      deterministic: the same bits on every run on GPUs too, which may cost them some speed (see `moejax.compiler_options`).
       log_every: steps between two lines of metrics.
       run_dir: folder of checkpoints, metrics and plot; empty for runs/CONFIG.
       compilation_cache: folder of compiled programs, or "none". JAX_COMPILATION_CACHE_DIR in the environment wins.
@@ -220,6 +221,7 @@ class TrainConfig:
     sample: SampleConfig = SampleConfig()
     num_microbatches: int = 1
     seed: int = 0
+    deterministic: bool = True
     log_every: int = 10
     run_dir: str = ""
     compilation_cache: str = "~/.cache/moejax/xla"

@@ -4,11 +4,11 @@ import jax
 import numpy as np
 
 from moejax import TransformerConfig
-from moejax.step import TrainState, make_train_step
-from train.config import RULES, TrainConfig
+from moejax.step import TrainState
+from train.config import TrainConfig
 from train.data import abstract_batch
 from train.distributed import start_mesh
-from train.optimizer import make_optimizer
+from train.program import train_program
 from train.run import abstract_run_state
 
 
@@ -21,8 +21,7 @@ def dry_run(cfg: TrainConfig) -> list[str]:
     mesh = start_mesh(cfg.mesh)
     with jax.set_mesh(mesh):
         state = abstract_run_state(cfg)
-        step = make_train_step(cfg.model, make_optimizer(cfg), cfg.num_microbatches, RULES)
-        compiled = jax.jit(step, donate_argnums=0).lower(state, abstract_batch(cfg, mesh)).compile()
+        compiled = train_program(cfg).lower(state, abstract_batch(cfg, mesh)).compile()
     sizes = " x ".join(f"{name} {size}" for name, size in mesh.shape.items())
     return [
         f"mesh        {sizes} = {mesh.size} {mesh.devices.flat[0].platform} devices",

@@ -10,16 +10,16 @@ import jax
 import numpy as np
 from rich.console import Console
 
-from moejax.step import make_eval_step, make_train_step
 from train.alarms import Alarms, not_finite
 from train.checkpoint import describe_run, saved_steps
-from train.config import RULES, TrainConfig
+from train.config import TrainConfig
 from train.data import eval_batches, place_batch
 from train.distributed import start_mesh
 from train.errors import RunError
 from train.metrics import Display, worst_load
 from train.ngram import bits_per_byte
-from train.optimizer import make_optimizer, make_schedule
+from train.optimizer import make_schedule
+from train.program import eval_program, train_program
 from train.report import report
 from train.run import Run, begin, load_text
 
@@ -86,7 +86,7 @@ def train(cfg: TrainConfig, folder: Path, resume: str, console: Console) -> None
 def work(run: Run, stop: StopSignal, evaluate: Callable[[], dict[str, float]]) -> None:
     """Steps until the last one or a signal, saving, evaluating and logging on the way."""
     cfg = run.cfg
-    train_step = jax.jit(make_train_step(cfg.model, make_optimizer(cfg), cfg.num_microbatches, RULES), donate_argnums=0)
+    train_step = train_program(cfg)
     watch = Watch(run)
     while run.step < cfg.steps and not stop.reached(run):
         batch = place_batch(next(run.batches), run.mesh)
@@ -113,7 +113,7 @@ def save(run: Run) -> None:
 
 def make_evaluate(run: Run) -> Callable[[], dict[str, float]]:
     """A function that evaluates the run's present state on all held-out rows: loss (nats a target), bits_per_byte."""
-    eval_step = jax.jit(make_eval_step(run.cfg.model, RULES))
+    eval_step = eval_program(run.cfg)
     rows = run.cfg.global_batch // run.cfg.num_microbatches
 
     def evaluate() -> dict[str, float]:

@@ -9,8 +9,8 @@ import moejax
 from moejax.layer import moe, param_shapes
 
 
-def layer(devices, **config) -> jax.stages.Lowered:
-    """A small MoE layer, output and gradients, experts and tokens over all the devices; config overrides fields."""
+def layer(devices, tokens=128, **config) -> jax.stages.Lowered:
+    """A MoE layer, output and gradients, experts and tokens over all the devices, `tokens` on each; config overrides fields."""
     defaults = {"d_model": 128, "d_ff": 256, "num_experts": 2 * len(devices), "top_k": 2}
     cfg = moejax.MoEConfig(**defaults | config)
     mesh = moejax.make_mesh(devices=devices, expert=len(devices))
@@ -28,7 +28,7 @@ def layer(devices, **config) -> jax.stages.Lowered:
     }
     with jax.set_mesh(mesh):
         step = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))
-        return step.lower(params, array((len(devices), 128, cfg.d_model), cfg.dtype, "expert"))
+        return step.lower(params, array((len(devices), tokens, cfg.d_model), cfg.dtype, "expert"))
 
 
 def fails(devices) -> jax.stages.Lowered:

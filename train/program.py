@@ -1,0 +1,24 @@
+"""The run's jitted programs, with the compiler options of the mesh's platform."""
+
+import jax
+
+from moejax import compiler_options
+from moejax.axes import platform
+from moejax.step import make_eval_step, make_train_step
+from train.config import RULES, TrainConfig
+from train.optimizer import make_optimizer
+
+
+def train_program(cfg: TrainConfig) -> jax.stages.Wrapped:
+    """(state, batch) -> (next state, metrics); the state is donated. Under `jax.set_mesh`."""
+    step = make_train_step(cfg.model, make_optimizer(cfg), cfg.num_microbatches, RULES)
+    return jax.jit(step, donate_argnums=0, compiler_options=_options(cfg))
+
+
+def eval_program(cfg: TrainConfig) -> jax.stages.Wrapped:
+    """(params, router, batch) -> {"loss_sum", "num_targets"}. Under `jax.set_mesh`."""
+    return jax.jit(make_eval_step(cfg.model, RULES), compiler_options=_options(cfg))
+
+
+def _options(cfg: TrainConfig) -> dict[str, str | bool]:
+    return compiler_options(platform(), deterministic=cfg.deterministic)
