@@ -166,7 +166,7 @@ def _zeropp(name: str, shape: Shape) -> Schedule:
     """ZeroPP (arXiv 2402.03791): U micro-batches through one chunk before the next, so that its parameters are gathered
     once for all of them: (2V - 2) * ceil(M/U) + 1 gathers a stage. Holds at most U micro-batches.
 
-    stage 1 of 2, chunks a and b, U = 3: Fa0 Fa1 Fa2 Fb0 Bb0 Fb1 Bb1 Fb2 Bb2 Wb2 Ba0 Wa0 Ba1 Wa1 Ba2 Wa2 Wb1 Wb0
+    stage 1 of 2, chunks a and b, U = 3: Fa0 Fa1 Fa2 Fb0 Bb0 Fb1 Bb1 Fb2 Bb2 Ba0 Wa0 Ba1 Wa1 Ba2 Wa2 Wb2 Wb1 Wb0
     """
     chunks, stages, m = shape.chunks or 1, shape.stages, shape.microbatches
     unit = min(m, 2 * stages if shape.unit is None else shape.unit)
@@ -307,9 +307,9 @@ def _check_bitpipe(name: str, shape: Shape) -> None:
 
 def _zb_v(name: str, shape: Shape) -> Schedule:
     """ZB-V (arXiv 2401.10241): a V of two chunks a stage; B goes on early, W fills the gaps, and no more than 1F1B's P
-    micro-batches are held. A forward is taken as long as there is room, then a backward and a forward in turn.
+    micro-batches are held. Here list scheduling puts F first as long as there is room, then B, then W.
 
-    stage 0 of 2, chunks a and b: Fa0 Fa1 .. Fb0 Bb0 Fb1 ...
+    stage 0 of 2, chunks a and b: Fa0 Fa1 Fa2 Fb0 Bb0 Wb0 Fb1 Ba0 Bb1 Wa0 Fa3 ...
     """
     return _listed(name, shape, Placement.zigzag(shape.stages), [Policy(first="F")])
 

@@ -1,6 +1,7 @@
 """`python -m layouts schedule`: what it prints, writes and draws, and what it says to wrong input."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,8 +11,9 @@ from PIL import Image
 
 from layouts.__main__ import main
 from layouts.chart import plot, text_rows
-from layouts.schedules import Shape, make_schedule
+from layouts.schedules import MAKERS, make_schedule
 from layouts.simulate import Costs, simulate
+from layouts.tables import Shape
 
 FOUR_BY_EIGHT = ["--stages", "4", "--microbatches", "8"]
 
@@ -126,3 +128,29 @@ def test_text():
     assert pair == "stage 0  Fa0 Fb2 Fa1 Bb2 Wb2 Fb3&Ba0     Bb3 Wb3 Ba1 Wa1"
     uneven = text_rows(simulate(make_schedule("1f1b", Shape(1, 1)), Costs(1, 1.5, 0.7)))
     assert uneven == ["stage 0  F0 B0 W0"]
+
+
+DOCS = (Path(__file__).resolve().parent.parent.parent / "docs" / "schedules.md").read_text()
+
+
+def test_the_figures_of_the_docs():
+    rows = re.findall(r"^\| `(\w+)` \|[^|]*\|[^|]*\| ([\d.]+) \| ([\d.]+)% / ([\d.]+)% \| ([\d.]+) \|$", DOCS, re.MULTILINE)
+    assert [row[0] for row in rows] == [name for name in MAKERS if name != "auto"]
+    for name, makespan, bubble, span_bubble, holds in rows:
+        found = simulate(make_schedule(name, Shape(4, 8)))
+        assert (found.makespan, max(found.peak_activations)) == (float(makespan), float(holds))
+        figures = [round(100 * share, 1) for share in (found.bubble_makespan, found.bubble_span)]
+        assert figures == [float(bubble), float(span_bubble)]
+    caps = [simulate(make_schedule("auto", Shape(4, 8, max_activations=cap))).makespan for cap in (3, 2)]
+    assert caps == [26.5, 35.5]
+    assert "within 3 micro-batches 26.5, within 2\n  35.5." in DOCS
+
+
+def test_the_rows_of_the_docs():
+    heads = re.findall(
+        r"^(\w+): (\d+) stages x \d+ chunks, (\d+) micro-batches, unit \d+\n((?:stage.*\n)+)", DOCS, re.MULTILINE
+    )
+    assert {head[0] for head in heads} == set(MAKERS) - {"auto"}
+    for name, stages, microbatches, drawn in heads:
+        found = simulate(make_schedule(name, Shape(int(stages), int(microbatches))))
+        assert text_rows(found) == drawn.splitlines()
