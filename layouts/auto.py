@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 
-from layouts.errors import InfeasibleError
+from layouts.errors import InfeasibleError, InputError
 from layouts.listing import Limits, Policy, list_schedule
 from layouts.simulate import Costs, Simulation, simulate
 from layouts.tables import Shape, finish
@@ -99,13 +99,26 @@ def lower_bound(placement: Placement, num_microbatches: int, costs: Costs) -> fl
     return max(bounds)
 
 
+def chunk_counts(shape: Shape) -> tuple[int, ...]:
+    """How many chunks a stage the search tries.
+
+    Raises:
+      InputError: where the costs have sizes for another number of parts.
+    """
+    counts = (1, 2) if shape.chunks is None else (shape.chunks,)
+    sizes = shape.costs.part_sizes
+    fitting = tuple(count for count in counts if sizes is None or len(sizes) == count * shape.stages)
+    if not fitting:
+        legal = " or ".join(str(count * shape.stages) for count in counts)
+        raise InputError(f"costs part_sizes of {len(sizes or ())} parts: with stages={shape.stages} legal are {legal}")
+    return fitting
+
+
 def _placements(shape: Shape) -> Iterator[Placement]:
-    for chunks in (1, 2) if shape.chunks is None else (shape.chunks,):
-        sizes = shape.costs.part_sizes
-        if shape.chunks is not None or sizes is None or len(sizes) == chunks * shape.stages:
-            yield Placement.loop(shape.stages, chunks)
-            if chunks % 2 == 0:
-                yield Placement.zigzag(shape.stages, chunks)
+    for chunks in chunk_counts(shape):
+        yield Placement.loop(shape.stages, chunks)
+        if chunks % 2 == 0:
+            yield Placement.zigzag(shape.stages, chunks)
 
 
 def _check_caps(limits: Limits) -> None:

@@ -85,9 +85,9 @@ def _draw(axes: "Axes", simulation: Simulation, longest: float, width: float) ->
     axes.set_xlim(0, longest)
     axes.set_ylim(num_stages - 0.1, -0.15)
     axes.set_yticks([r + 0.4 for r in range(num_stages)], [f"stage {r}" for r in range(num_stages)], fontsize=8)
-    axes.tick_params(left=False)
+    axes.tick_params(left=False, labelright=width > 16)
     axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.set_title(_title(simulation, int(13 * width)), fontsize=9, loc="left")
+    axes.set_title(_title(simulation, int(14.5 * width)), fontsize=9, loc="left")
     _marks(axes, simulation)
     _numbers(axes, simulation, 0.93 * width / longest)
 
@@ -177,7 +177,7 @@ def _title(simulation: Simulation, width: int) -> str:
         f"{simulation.bubble_span:.1%} of the worst stage's span; a stage holds up to {max(simulation.peak_activations):g} "
         f"micro-batches; gathers a stage: {_range(gathers)}"
     )
-    return textwrap.fill(title, width)
+    return textwrap.fill(title, width, break_on_hyphens=False)
 
 
 def _range(values: Sequence[int]) -> str:

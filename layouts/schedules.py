@@ -9,7 +9,7 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from layouts.auto import search
+from layouts.auto import chunk_counts, search
 from layouts.errors import InfeasibleError, InputError
 from layouts.listing import Limits, Policy, list_schedule
 from layouts.simulate import Costs, simulate
@@ -343,7 +343,7 @@ def _auto(name: str, shape: Shape) -> Schedule:
     known = []
     for other in ("gpipe", "1f1b", "interleaved", "zb_h1", "zb_h2", "zb_v", "zeropp"):
         maker = MAKERS[other]
-        for chunks in (1, 2) if shape.chunks is None else (shape.chunks,):
+        for chunks in chunk_counts(shape):
             if maker.legal_chunks[0](chunks):
                 asked = dataclasses.replace(shape, chunks=chunks, split=maker.takes_split)
                 known.append(maker.make(other, asked))

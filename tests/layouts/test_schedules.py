@@ -229,6 +229,11 @@ def test_auto_is_not_beaten(costs):
     assert bound <= best.makespan <= 1.25 * bound
 
 
+def test_auto_cuts_where_the_sizes_say():
+    sizes = (1.0, 1.5, 0.5, 1.0)
+    assert auto(2, 4, costs=Costs(part_sizes=sizes)).schedule.placement.num_parts == 4
+
+
 def test_the_search_says_what_it_found():
     found = search("auto", Shape(2, 3, 1, max_activations=2), [])
     assert found.schedule.name == "auto"
@@ -267,6 +272,7 @@ def test_every_cap_of_one_micro_batch_has_a_table():
         ("gpipe", {"stages": 0}, "stages=0: needs a whole number of at least 1"),
         ("zeropp", {"unit": 0}, "unit=0: needs a whole number of at least 1"),
         ("auto", {"max_activations": [1, 1]}, r"max_activations=\[1, 1\]: needs one number, or 4, one a stage"),
+        ("auto", {"costs": Costs(part_sizes=(1, 2))}, "costs part_sizes of 2 parts: with stages=4 legal are 4 or 8"),
         ("auto", {"max_activations": -1}, "max_activations=-1: needs numbers above 0"),
     ],
 )
