@@ -2,16 +2,19 @@
 
 `index` says which row of x each output row reads; `columns` says, for each row of x, in which output rows it was read:
 a tuple of index arrays, one for each time that it may have been, all of shape [..., n_j] over the leading dimensions
-[..., n] of x with n_j <= n (what a column lacks past n_j was read no further time). An index past the end reads zeros.
+[..., n] of x with n_j <= n (what a column lacks past n_j was read no further time). An index past the end reads zeros;
+under `clip`, some row of x, for one who uses that row nowhere: XLA:TPU makes a pass of its own of the zeros.
 """
+
+import functools
 
 import jax
 import jax.numpy as jnp
 
 
-def read(x, index):
-    """x[index] along the first dimension; an index past the end reads zeros."""
-    return x.at[index].get(mode="fill", fill_value=0)
+def read(x, index, clip=False):
+    """x[index] along the first dimension; an index past the end reads zeros, or under `clip` the last row."""
+    return x.at[index].get(mode="clip") if clip else x.at[index].get(mode="fill", fill_value=0)
 
 
 def sum_columns(rows, columns):
@@ -27,27 +30,27 @@ def sum_columns(rows, columns):
     return total.astype(rows.dtype)
 
 
-@jax.custom_vjp
-def spread(x, index, columns):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def spread(x, index, columns, clip=False):
     """Rows of x, [..., n, *d] -> [*index, *d]: the leading dimensions of x count as one."""
-    return read(_flat(x, columns), index)
+    return read(_flat(x, columns), index, clip)
 
 
 spread.defvjp(
-    lambda x, index, columns: (spread(x, index, columns), columns),
-    lambda columns, cotangent: (sum_columns(cotangent, columns), None, None),
+    lambda x, index, columns, clip: (spread(x, index, columns, clip), columns),
+    lambda clip, columns, cotangent: (sum_columns(cotangent, columns), None, None),
 )
 
 
-@jax.custom_vjp
-def gather_sum(rows, index, columns):
-    """The transpose of `spread`: [*index, *d] -> [..., n, *d], the sum over the columns."""
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def gather_sum(rows, index, columns, clip=False):
+    """The transpose of `spread`: [*index, *d] -> [..., n, *d], the sum over the columns. `clip` is for its backward."""
     return sum_columns(rows, columns)
 
 
 gather_sum.defvjp(
-    lambda rows, index, columns: (sum_columns(rows, columns), (index, columns)),
-    lambda res, cotangent: (read(_flat(cotangent, res[1]), res[0]), None, None),
+    lambda rows, index, columns, clip: (sum_columns(rows, columns), (index, columns)),
+    lambda clip, res, cotangent: (read(_flat(cotangent, res[1]), res[0], clip), None, None),
 )
 
 

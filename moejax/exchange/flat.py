@@ -23,14 +23,14 @@ def flat(x, plan, experts, wire: Wire):
 
 
 def outgoing(x, plan):
-    """The tokens of the plan's rows [R, d], and their combine weights [R]."""
+    """The tokens of the plan's rows [R, d], and their combine weights [R]; past the last row stands any token."""
     weight = spread(plan.weight.reshape(-1), plan.source, (plan.slot.reshape(-1),))
-    return spread(x, plan.source // plan.slot.shape[1], _columns(plan)), weight
+    return spread(x, plan.source // plan.slot.shape[1], _columns(plan), True), weight
 
 
 def home(rows, plan):
     """[R, d], weighted already -> [t, d]: the sum over each token's rows."""
-    return gather_sum(rows, plan.source // plan.slot.shape[1], _columns(plan))
+    return gather_sum(rows, plan.source // plan.slot.shape[1], _columns(plan), True)
 
 
 def _columns(plan):

@@ -123,6 +123,37 @@ def test_tpu():
     assert {"moe/experts", "~moe/experts", "moe/dispatch"} <= set(program.cycles_by_scope)
 
 
+def check_ragged(compiled: aot.Compiled) -> hlo.Program:
+    """Three crossings forward, three backward: rows there, their weights, rows back; of the true rows and nothing else."""
+    program = hlo.read(compiled.text)
+    assert compiled.alarms == ()
+    assert program.of_kind("all-to-all").count == 0
+    assert program.of_kind("ragged-all-to-all").count == 6
+    return program
+
+
+def test_gpu_sends_true_rows():
+    needs_compilers("h100:1x8")
+    found = check_ragged(aot.compile_for("h100:1x8", LAYER, {"exchange": "ragged"})).of_kind("ragged-all-to-all")
+    rows, d_model = 128 * 2, 128
+    assert found.payload_bytes == 4 * rows * d_model * 2 + 2 * rows * 4
+
+
+@pytest.mark.slow
+def test_tpu_sends_true_rows():
+    needs_compilers("v5p:2x2x2")
+    check_ragged(aot.compile_for("v5p:2x2x2", LAYER, {"exchange": "ragged"}))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["h100:1x8", "v5p:2x2x2"])
+def test_what_does_not_fit_can_stay_there_too(target):
+    """The other branch has the ring, forward and backward."""
+    needs_compilers(target)
+    arguments = {"exchange": "ragged", "receive_factor": 1.25, "overflow": "fallback", "capacity_factor": None}
+    assert check_ragged(aot.compile_for(target, LAYER, arguments)).of_kind("collective-permute").count > 0
+
+
 def test_arguments_and_options_reach_the_child():
     plain = hlo.read(aot.compile_for("cpu:2", LAYER, {"top_k": 1, "exchange": "all_gather"}).text)
     assert plain.of_kind("all-to-all").count == 0

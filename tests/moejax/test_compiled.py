@@ -3,6 +3,8 @@
 T: tokens of the whole batch, t: tokens of one device, E: experts, c: rows of a cell, d: model width.
 """
 
+import contextlib
+import dataclasses
 import functools
 
 import jax
@@ -87,6 +89,21 @@ def test_those_bounds_do_tell():
     compiled = _lowered(CFG).compile().as_text()
     assert hlo.larger_than(compiled, T * CFG.d_model)
     assert [shape for shape in hlo.shapes(compiled) if T in shape]
+
+
+@pytest.mark.parametrize(("exchange", "devices"), [("all_to_all", 1), ("weight_stream", DEVICES)])
+def test_nothing_dropped_takes_no_cells_as_long_as_all_tokens(exchange, devices):
+    """E*t rows, forward or backward: only where cells cross."""
+    cfg, tokens = MoEConfig(16, 32, 8, 2, dtype="float32", capacity_factor=None, exchange=exchange), 512
+    mesh = make_mesh(expert=devices) if devices > 1 else None
+    bound = cfg.num_experts * tokens * cfg.d_model
+    shape = (devices * tokens // SEQ, SEQ)
+    with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
+        assert hlo.larger_than(_lowered(cfg, mesh, backward=True, shape=shape).compile().as_text(), bound) == []
+    if mesh is not None:
+        cells = dataclasses.replace(cfg, exchange="all_to_all")
+        with jax.set_mesh(mesh):
+            assert hlo.larger_than(_lowered(cells, mesh, shape=shape).compile().as_text(), bound)
 
 
 def _temp_bytes(cfg, seq):

@@ -33,7 +33,7 @@ CASES = [
     ("many_senders", "data2_fsdp2_tensor2", "all_to_all"),
     ("shared", "data2_fsdp2_tensor2", "all_to_all"),
 ]
-REST = [case for case in itertools.product(grid.LAYERS, [*grid.MESHES][1:], ("all_to_all", "all_gather"))
+REST = [case for case in itertools.product(grid.LAYERS, [*grid.MESHES][1:], ("all_to_all", "all_gather", "ragged"))
         if case not in CASES]  # fmt: skip
 
 

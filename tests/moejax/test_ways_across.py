@@ -124,6 +124,7 @@ def test_chunks_cross_apart():
         ({}, "all_to_all"),
         ({"top_k": 32}, "all_gather"),  # a token goes to all devices anyway, four times to each
         ({"d_ff": 8}, "weight_stream"),  # the weights are smaller than the tokens
+        ({"capacity_factor": None}, "all_gather"),  # cells would hold all tokens for each expert
     ],
 )
 def test_auto_takes_the_fewest_bytes_and_says_why(changes, name):
@@ -132,6 +133,18 @@ def test_auto_takes_the_fewest_bytes_and_says_why(changes, name):
     assert choice.name == name
     assert choice.wire_bytes[name] == min(choice.wire_bytes.values())
     assert str(choice).startswith(f"exchange={name}: fewest bytes")
+
+
+def test_auto_counts_true_rows_where_the_hardware_sends_them(monkeypatch):
+    cfg = MoEConfig(d_model=64, d_ff=4096, num_experts=64, top_k=2, dtype="float32")
+    here = choose_exchange(cfg, 4096, 1, 8).wire_bytes
+    monkeypatch.setattr("moejax.exchange.choose.platform", lambda: "tpu")
+    there = choose_exchange(cfg, 4096, 1, 8)
+    assert there.name == "ragged"
+    assert there.wire_bytes == {**here, "ragged": 4 * 4096 * 2 * 64 * 4 * 7 // 8}
+    assert here["ragged"] == here["all_to_all"]
+    assert choose_exchange(dataclasses.replace(cfg, capacity_factor=None), 4096, 1, 8).name == "ragged"
+    assert "ragged" not in choose_exchange(cfg, 4096, 1, 8, lifted=True).wire_bytes
 
 
 def test_auto_bytes_are_those_of_the_exchange():
