@@ -1,7 +1,7 @@
 """The train step: pure, so that `train` runs it and `layouts` compiles it for hardware that is not there."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -95,6 +95,7 @@ def make_train_step(
     optimizer: optax.GradientTransformation,
     num_microbatches: int = 1,
     rules: AxisRules = AxisRules(),
+    microbatch_overlap: int = 1,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """A pure function from (state, batch) to (next state, metrics); jit it with `donate_argnums=0`.
 
@@ -105,32 +106,39 @@ def make_train_step(
     Args:
       cfg: the model.
       optimizer: e.g. clipping by global norm chained with AdamW.
-      num_microbatches: the batch is worked through in this many equal parts, one at a time.
+      num_microbatches: the batch is worked through in this many equal parts, their gradients added.
       rules: logical axes to mesh axes.
+      microbatch_overlap: micro-batches that walk through the layers together, so that one's exchanges can run beside
+        another's products (see `Transformer.together` and `moejax.compiler_options`); divides num_microbatches. Losses
+        and gradients are those of 1; activations of that many micro-batches are held at once, so that 2 with twice the
+        micro-batches takes the memory of 1.
 
     Returns:
       The function. A batch holds [batch, seq] arrays: tokens, targets, segment_ids (0: padding), positions (int32) and
       loss_mask (bool: which targets count). Metrics are scalars (loss in nats a target, total_loss, aux_loss, z_loss,
       grad_norm, num_targets, dropped_fraction, token_straggler), and tokens_per_expert [layers, E] and dropped [layers].
     """
-    positive("num_microbatches", num_microbatches)
+    check_microbatches(num_microbatches, microbatch_overlap)
     graphdef = _abstract_model(cfg, rules)[0]
 
-    def loss_fn(params, router, part, num_targets):
-        loss_sum, _, stats = _forward(graphdef, params, router, part)
-        loss = loss_sum / num_targets * num_microbatches
-        return loss + (stats.loss(cfg.moe) if stats is not None else 0.0), (loss, stats)
+    def loss_fn(params, router, parts, num_targets):
+        found = []
+        for loss_sum, _, stats in _forward(graphdef, params, router, parts):
+            loss = loss_sum / num_targets * num_microbatches
+            found.append((loss + (stats.loss(cfg.moe) if stats is not None else 0.0), loss, stats))
+        return jnp.stack([total for total, _, _ in found]).sum(), jax.tree.map(lambda *leaves: jnp.stack(leaves), *found)
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         num_targets = jnp.maximum(batch["loss_mask"].sum(), 1)
 
-        def one(grads, part):
+        def one(grads, parts):
             value_and_grad = jax.value_and_grad(loss_fn, has_aux=True)
-            (total, (loss, stats)), more = value_and_grad(state.params, state.router, part, num_targets)
-            return jax.tree.map(jnp.add, grads, more), (total, loss, stats)
+            (_, found), more = value_and_grad(state.params, state.router, parts, num_targets)
+            return jax.tree.map(jnp.add, grads, more), found
 
         zeros = jax.tree.map(jnp.zeros_like, state.params)
-        grads, (total, loss, stats) = lax.scan(one, zeros, _split(batch, num_microbatches))
+        grads, found = lax.scan(one, zeros, _split(batch, num_microbatches, microbatch_overlap))
+        total, loss, stats = jax.tree.map(lambda leaf: leaf.reshape(num_microbatches, *leaf.shape[2:]), found)
         grads = jax.tree.map(lambda grad: grad / num_microbatches, grads)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         stats = None if stats is None else add_microbatches(stats)
@@ -151,7 +159,7 @@ def make_eval_step(cfg: TransformerConfig, rules: AxisRules = AxisRules()) -> Ca
     graphdef = _abstract_model(cfg, rules)[0]
 
     def eval_step(params, router, batch: Batch) -> Metrics:
-        loss_sum, num_targets, _ = _forward(graphdef, params, router, batch)
+        ((loss_sum, num_targets, _),) = _forward(graphdef, params, router, [batch])
         return {"loss_sum": loss_sum, "num_targets": num_targets}
 
     return eval_step
@@ -163,12 +171,15 @@ def make_logits(cfg: TransformerConfig, rules: AxisRules = AxisRules()) -> Calla
     return lambda params, router, tokens: _merge(graphdef, params, router)(tokens)[0]
 
 
-def _forward(graphdef, params, router, batch: Batch) -> tuple[Array, Array, RoutingStats | None]:
-    """The summed cross-entropy of the counted targets, in nats, their number, and the routing stats."""
+def _forward(graphdef, params, router, batches: Sequence[Batch]) -> list[tuple[Array, Array, RoutingStats | None]]:
+    """Of each batch, all side by side: the summed cross-entropy of its targets in nats, their number, its routing stats."""
     model = _merge(graphdef, params, router)
-    logits, stats = model(batch["tokens"], batch["segment_ids"], batch["positions"])
-    losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"])
-    return jnp.where(batch["loss_mask"], losses, 0).sum(), batch["loss_mask"].sum(), stats
+    found = []
+    outputs = model.together([(batch["tokens"], batch["segment_ids"], batch["positions"]) for batch in batches])
+    for batch, (logits, stats) in zip(batches, outputs, strict=True):
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"])
+        found.append((jnp.where(batch["loss_mask"], losses, 0).sum(), batch["loss_mask"].sum(), stats))
+    return found
 
 
 def _merge(graphdef, params, router) -> Transformer:
@@ -181,7 +192,8 @@ def _split_model(cfg, rules, key):
 
 
 def _abstract_model(cfg, rules):
-    return jax.eval_shape(lambda key: _split_model(cfg, rules, key), jax.random.key(0))
+    # The key is made inside: outside it would be an array on the mesh's devices, which need not be there.
+    return jax.eval_shape(lambda: _split_model(cfg, rules, jax.random.key(0)))
 
 
 def _creator(cfg, optimizer, rules):
@@ -192,19 +204,34 @@ def _creator(cfg, optimizer, rules):
     return create
 
 
-def _split(batch: Batch, num_microbatches: int) -> Batch:
-    """[batch, ...] -> [num_microbatches, batch / num_microbatches, ...], neighbouring rows together."""
+def check_microbatches(num_microbatches: int, microbatch_overlap: int) -> None:
+    """Raises ValueError unless both are whole numbers of at least 1 and the latter divides the former."""
+    positive("num_microbatches", num_microbatches)
+    positive("microbatch_overlap", microbatch_overlap)
+    if num_microbatches % microbatch_overlap:
+        raise ValueError(
+            f"microbatch_overlap={microbatch_overlap} does not divide num_microbatches={num_microbatches}: "
+            f"legal are {_divisors(num_microbatches)}"
+        )
+
+
+def _split(batch: Batch, num_microbatches: int, together: int) -> list[Batch]:
+    """[batch, ...] -> `together` batches of [num_microbatches / together, rows, ...], neighbouring rows in one."""
 
     def split(rows):
         if rows.shape[0] % num_microbatches:
-            legal = [n for n in range(1, rows.shape[0] + 1) if rows.shape[0] % n == 0]
+            legal = _divisors(rows.shape[0])
             raise ValueError(
-                f"num_microbatches={num_microbatches} does not divide the batch of {rows.shape[0]}: "
-                f"legal are {', '.join(map(str, legal))}"
+                f"num_microbatches={num_microbatches} does not divide the batch of {rows.shape[0]}: legal are {legal}"
             )
-        return rows.reshape(num_microbatches, -1, *rows.shape[1:])
+        return rows.reshape(-1, together, rows.shape[0] // num_microbatches, *rows.shape[1:])
 
-    return jax.tree.map(split, batch)
+    batch = jax.tree.map(split, batch)
+    return [jax.tree.map(lambda rows, i=i: rows[:, i], batch) for i in range(together)]
+
+
+def _divisors(size: int) -> str:
+    return ", ".join(str(n) for n in range(1, size + 1) if size % n == 0)
 
 
 def _is_spec(leaf) -> bool:

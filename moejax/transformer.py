@@ -6,6 +6,7 @@ f: hidden width, V: vocabulary, L: layers of a stack.
 
 import dataclasses
 import math
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -307,17 +308,35 @@ class Transformer(nnx.Module):
         Returns:
           (logits [b, s, V] float32, RoutingStats with a leading axis over the MoE layers, None for a dense model).
         """
-        if positions is None:
-            positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
+        return self.together([(tokens, segment_ids, positions)])[0]
+
+    def together(self, batches: Sequence[Sequence[Array | None]]) -> list[tuple[Array, RoutingStats | None]]:
+        """What a call says of each of several batches, which go through each layer side by side.
+
+        No batch waits for another, so what one sends over the expert axis can cross while another one's attention or
+        experts work (NestPipe, 2604.06956), forward and backward. All their activations are held at once.
+
+        Args:
+          batches: for each its (tokens, segment_ids, positions), as in a call.
+
+        Returns:
+          (logits, stats) of each, as of a call.
+        """
         # Looked up whole in width: XLA replicates the result of a lookup in a table that is split there.
         table = constrain(self.embedding[...].astype(self.cfg.dtype), self.rules, ("vocab", None))
-        x = constrain(table[tokens], self.rules)
-        stats = None
+        xs = tuple(constrain(table[tokens], self.rules) for tokens, _, _ in batches)
+        where = [(segments, _positions(tokens) if at is None else at) for tokens, segments, at in batches]
+        stats = (None,) * len(xs)
         for stack in self.stacks:
-            x, found = _scan(stack, x, segment_ids, positions, self.cfg.remat)
-            stats = found if found is not None else stats
+            xs, found = _scan(stack, xs, where, self.cfg.remat)
+            stats = found if found[0] is not None else stats
         table = (self.embedding if self.cfg.tie_embeddings else self.head)[...].astype(self.cfg.dtype)
-        return jnp.einsum("bsd,vd->bsv", self.norm(x), table, preferred_element_type=jnp.float32), stats
+        logits = [jnp.einsum("bsd,vd->bsv", self.norm(x), table, preferred_element_type=jnp.float32) for x in xs]
+        return list(zip(logits, stats, strict=True))
+
+
+def _positions(tokens):
+    return jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
 
 
 def _stack(cfg, repeats, kinds, rules, rngs):
@@ -330,15 +349,18 @@ def _stack(cfg, repeats, kinds, rules, rngs):
     return make(jax.random.split(rngs.params(), repeats))
 
 
-def _scan(stack, x, segment_ids, positions, remat):
+def _scan(stack, xs, where, remat):
+    """A stack's layers over each of the batches xs; `where` has the segments and positions of each."""
     graphdef, state = nnx.split(stack)
 
-    def body(x, layer):
-        return nnx.merge(graphdef, layer)(x, segment_ids, positions)
+    def body(xs, layer):
+        group = nnx.merge(graphdef, layer)
+        found = [group(x, *rest) for x, rest in zip(xs, where, strict=True)]
+        return tuple(x for x, _ in found), tuple(stats for _, stats in found)
 
     if remat != "none":
         body = jax.checkpoint(body, policy=REMAT_POLICIES[remat], prevent_cse=False)
-    return lax.scan(body, x, state)
+    return lax.scan(body, xs, state)
 
 
 def constrain(x: Array, rules: AxisRules, logical: tuple[str | None, ...] = ("batch", None, None)) -> Array:

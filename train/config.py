@@ -8,6 +8,7 @@ from jax.sharding import AbstractMesh
 from moejax import AxisRules, TransformerConfig
 from moejax import axes as ax
 from moejax.config import positive
+from moejax.step import check_microbatches
 from moejax.transformer import check_model
 from train.errors import InputError
 
@@ -201,6 +202,8 @@ class TrainConfig:
       global_batch: rows of `seq` tokens in one step, over all devices and micro-batches.
       seq: tokens in a row.
       num_microbatches: parts of the batch that are worked through one after the other, their gradients added.
+      microbatch_overlap: how many of them walk through the layers together, so that one's exchanges run beside another's
+        products, for the memory of as many (see `moejax.step.make_train_step`).
       seed: of the parameters, the order of the text and the sample.
       deterministic: the same bits on every run on GPUs too, which may cost them some speed (see `moejax.compiler_options`).
       log_every: steps between two lines of metrics.
@@ -220,6 +223,7 @@ class TrainConfig:
     alarms: AlarmConfig = AlarmConfig()
     sample: SampleConfig = SampleConfig()
     num_microbatches: int = 1
+    microbatch_overlap: int = 1
     seed: int = 0
     deterministic: bool = True
     log_every: int = 10
@@ -227,8 +231,9 @@ class TrainConfig:
     compilation_cache: str = "~/.cache/moejax/xla"
 
     def __post_init__(self):
-        for name in ("steps", "global_batch", "seq", "num_microbatches", "log_every"):
+        for name in ("steps", "global_batch", "seq", "log_every"):
             positive(name, getattr(self, name))
+        check_microbatches(self.num_microbatches, self.microbatch_overlap)
         _at_least("seed", self.seed, 0)
 
 

@@ -11,7 +11,7 @@ from train.optimizer import make_optimizer
 
 def train_program(cfg: TrainConfig) -> jax.stages.Wrapped:
     """(state, batch) -> (next state, metrics); the state is donated. Under `jax.set_mesh`."""
-    step = make_train_step(cfg.model, make_optimizer(cfg), cfg.num_microbatches, RULES)
+    step = make_train_step(cfg.model, make_optimizer(cfg), cfg.num_microbatches, RULES, cfg.microbatch_overlap)
     return jax.jit(step, donate_argnums=0, compiler_options=_options(cfg))
 
 

@@ -2,11 +2,13 @@
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import moejax
 from moejax.layer import moe, param_shapes
+from moejax.step import abstract_state, make_train_step
 
 
 def layer(devices, tokens=128, **config) -> jax.stages.Lowered:
@@ -29,6 +31,21 @@ def layer(devices, tokens=128, **config) -> jax.stages.Lowered:
     with jax.set_mesh(mesh):
         step = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))
         return step.lower(params, array((len(devices), tokens, cfg.d_model), cfg.dtype, "expert"))
+
+
+def train_step(devices, remat="none", d_model=16, d_ff=8, seq=12) -> jax.stages.Lowered:
+    """One step of a small model over all the devices, two micro-batches through its two layers together."""
+    dtype = {"dtype": "float32" if devices[0].platform == "cpu" else "bfloat16"}
+    moe = moejax.MoEConfig(d_model, d_ff, len(devices), 2, activation="gelu", **dtype)
+    cfg = moejax.TransformerConfig(32, 2, d_model, 4, 2, 24, moe, remat=remat, **dtype)
+    optimizer, shape, mesh = optax.sgd(0.1), (2 * len(devices), seq), moejax.make_mesh(devices=devices, expert=len(devices))
+    rows = NamedSharding(mesh, P("expert"))
+    kinds = {"tokens": "int32", "targets": "int32", "segment_ids": "int32", "positions": "int32", "loss_mask": "bool"}
+    with jax.set_mesh(mesh):
+        state = abstract_state(cfg, optimizer, jax.eval_shape(lambda: jax.random.key(0)))
+        step = make_train_step(cfg, optimizer, 2, microbatch_overlap=2)
+        batch = {name: jax.ShapeDtypeStruct(shape, kind, sharding=rows) for name, kind in kinds.items()}
+        return jax.jit(step, donate_argnums=0).lower(state, batch)
 
 
 def fails(devices) -> jax.stages.Lowered:

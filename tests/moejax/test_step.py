@@ -71,6 +71,20 @@ def test_microbatches_change_nothing_where_nothing_depends_on_them():
     assert_close([{k: m[k] for k in names} for m in got], [{k: m[k] for k in names} for m in want])
 
 
+def test_micro_batches_that_walk_together_give_what_they_give_apart():
+    """All gradients (the parameters after plain descent), losses, counts and router states; tokens are dropped."""
+    cfg, optimizer = dataclasses.replace(BIASED, num_layers=2, num_dense_layers=0, remat="full"), optax.sgd(1.0)
+    with jax.set_mesh(moejax.make_mesh(data=2, expert=2)):
+        apart, together = (one_step(cfg, optimizer, 4, overlap) for overlap in (1, 2))
+    assert_close(together, apart)
+    assert together[1]["dropped_fraction"] > 0
+
+
+def one_step(cfg, optimizer, num_microbatches, overlap):
+    step = jax.jit(make_train_step(cfg, optimizer, num_microbatches, microbatch_overlap=overlap))
+    return jax.tree.map(np.asarray, step(init_state(cfg, optimizer, jax.random.key(0)), BATCH))
+
+
 def test_a_router_state_changes_once_a_step_from_all_microbatches():
     state, metrics = run(BIASED, 4, 1)
     load = metrics[0]["tokens_per_expert"].astype(np.float64)
@@ -152,3 +166,10 @@ def test_microbatches_must_divide_the_batch():
     state = abstract_state(CFG, OPTIMIZER, jax.random.key(0))
     with pytest.raises(ValueError, match=r"^num_microbatches=3 does not divide the batch of 8: legal are 1, 2, 4, 8"):
         jax.eval_shape(make_train_step(CFG, OPTIMIZER, 3), state, BATCH)
+
+
+def test_those_that_walk_together_must_divide_the_micro_batches():
+    with pytest.raises(ValueError, match=r"^microbatch_overlap=3 does not divide num_microbatches=4: legal are 1, 2, 4"):
+        make_train_step(CFG, OPTIMIZER, 4, microbatch_overlap=3)
+    with pytest.raises(ValueError, match=r"^microbatch_overlap=0: needs a whole number of at least 1"):
+        make_train_step(CFG, OPTIMIZER, 4, microbatch_overlap=0)

@@ -97,6 +97,7 @@ BAD = [
         ["tiny", "mesh.data=8", "global_batch=12"],
         "global_batch / num_microbatches=12 is not divisible by mesh axis data",
     ),
+    (["tiny", "microbatch_overlap=2"], "microbatch_overlap=2 does not divide num_microbatches=1: legal are 1"),
     (["tiny", "num_microbatches=3"], "num_microbatches=3 does not divide global_batch=8: legal are 1, 2, 4, 8"),
     (["tiny", "model.moe.num_senders=24", "mesh.expert=8"], "num_senders=24 does not divide a micro-batch of 8 x 32"),
     (["tiny", "mesh.stage=2"], "unknown key 'mesh.stage'"),
