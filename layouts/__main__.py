@@ -11,6 +11,7 @@ from layouts.errors import InputError, LayoutsError
 # Each is a module of layouts.commands, imported only where its command is given: a wrong word is answered at once.
 COMMANDS: dict[str, str] = {
     "clusters": "the known hardware, with sources",
+    "models": "the known models, with sources",
     "schedule": "a pipeline schedule: its table, figures, trace and picture",
 }
 _CODES = ("", "exit codes: 0 done; 2 the input is wrong; 3 nothing feasible; 1 anything else")
