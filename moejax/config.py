@@ -40,6 +40,12 @@ def positive(field: str, value: object) -> None:
         raise ValueError(f"{field}={value!r}: needs a whole number of at least 1")
 
 
+def true_or_false(field: str, value: object) -> None:
+    """Raises ValueError unless `value` is True or False."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{field}={value!r}: needs True or False")
+
+
 def float_dtype(field: str, value: str) -> jnp.dtype:
     """The dtype that `value` names; ValueError unless it is a floating-point one."""
     one_of(field, value, ("float32", "bfloat16", "float16"))
@@ -83,6 +89,10 @@ class MoEConfig:
         (forward, backward).
       num_chunks: cells ("all_to_all", "hierarchical") and pools cross in this many parts of their rows, so that the
         experts of one part can work while the next one crosses; divides the tokens of a shard.
+      overlap: over embed (FSDP) axes each shard's part of the expert weights goes round a ring while others are
+        multiplied, and their gradients come home so, in place of an all-gather before and a reduce-scatter after
+        (`moejax.overlapped`). Without such axes the products are the plain ones. It never changes the answer. Not for
+        "weight_stream" and overflow "fallback", which send weights round already.
       activation: "swiglu" and "geglu" (gated), "gelu", "relu2" (squared ReLU, ungated).
       num_shared_experts: experts of width d_ff that every token goes through, besides the routed ones.
       aux_loss: weight of the load-balance loss in `RoutingStats.loss`.
@@ -112,6 +122,7 @@ class MoEConfig:
     exchange: str = "all_to_all"
     codec: str | tuple[str, str] = "plain"
     num_chunks: int = 1
+    overlap: bool = False
     activation: str = "swiglu"
     num_shared_experts: int = 0
     aux_loss: float = 1e-2
@@ -152,6 +163,7 @@ class MoEConfig:
                 raise ValueError(f"{field}={weight!r}: needs a finite weight of at least 0")
         if self.exchange == "weight_stream" and self.codecs != ("plain", "plain"):
             raise ValueError(f"codec={self.codec!r}: exchange='weight_stream' sends no rows; legal is 'plain'")
+        self._check_overlap()
         positive("num_chunks", self.num_chunks)
         if self.num_chunks > 1 and self.exchange not in CHUNKED and self.capacity != "pool":
             raise ValueError(
@@ -188,6 +200,14 @@ class MoEConfig:
             raise ValueError(f"receive_factor={factor!r}: needs capacity='cell', not {self.capacity!r}, which has a bound")
         if not _is_number(factor) or not 1 <= factor <= sys.float_info.max:
             raise ValueError(f"receive_factor={factor!r}: needs a finite number of at least 1.0, what even load needs, or None")
+
+    def _check_overlap(self):
+        true_or_false("overlap", self.overlap)
+        if self.overlap and (self.exchange == "weight_stream" or self.overflow == "fallback"):
+            raise ValueError(
+                f"overlap=True: exchange={self.exchange!r} with overflow={self.overflow!r} sends the weights themselves "
+                f"round; legal is False, or another exchange and overflow='drop'"
+            )
 
     @property
     def codecs(self) -> tuple[str, str]:

@@ -11,6 +11,7 @@ from jaxtyping import Array, Float
 
 from moejax.grouped_matmul import grouped_glu, grouped_matmul
 from moejax.pytree import pytree
+from moejax.ring_feed_forward import ring_feed_forward
 
 
 def _relu2(h):
@@ -35,16 +36,21 @@ class GroupedExperts:
       down: [e, f, d].
       gate: [e, d, f] for "swiglu" and "geglu" (Shazeer 2020), else None.
       activation: a name from `NONLINEARITY`.
+      ring: mesh axes that width d of the weights is still divided over; the parts go round while others are multiplied
+        (see `moejax.ring_feed_forward`).
     """
 
     up: Float[Array, "e d f"]
     down: Float[Array, "e f d"]
     gate: Float[Array, "e d f"] | None
     activation: str = dataclasses.field(metadata={"static": True})
+    ring: tuple[str, ...] = dataclasses.field(default=(), metadata={"static": True})
 
     def __call__(self, rows: Float[Array, "e r d"]) -> Float[Array, "e r d"]:
         """[e, r, d] -> [e, r, d], row by row; a zero row gives a zero row. With f split, the partial sum over this part."""
         act = NONLINEARITY[self.activation]
+        if self.ring:
+            return ring_feed_forward(rows, (self.gate, self.up, self.down), act, embed=self.ring)
         hidden = _product(rows, self.up)
         hidden = act(hidden) if self.gate is None else act(_product(rows, self.gate)) * hidden
         return _product(hidden, self.down)
@@ -58,6 +64,9 @@ class GroupedExperts:
           row_weight: [R] float32; its gradient needs no output to be kept.
         """
         act = NONLINEARITY[self.activation]
+        if self.ring:
+            weights, options = (self.gate, self.up, self.down), {"row_weight": row_weight, "group_sizes": group_sizes}
+            return ring_feed_forward(rows, weights, act, embed=self.ring, **options)
         if self.gate is None:
             hidden = act(grouped_matmul(rows, self.up, group_sizes))
         else:

@@ -191,16 +191,20 @@ def _straggler(num_rows, axes: tuple[str, ...]):
 
 
 def _grouped(params: dict[str, Any], prefix: str, cfg: MoEConfig, axes: ShardAxes) -> GroupedExperts:
-    """This shard's experts, whole in width d and in the compute dtype.
+    """This shard's experts, whole in width d and in the compute dtype; under `overlap` as they are, to go round a ring.
 
     Marked as varying over the token axes before the cast, so that gradients are summed over them in param_dtype.
     """
+    ring = axes.embed if cfg.overlap else ()
 
     def ready(name):
-        weights = ax.vary_over(params[f"{prefix}_{name}"], axes.tokens).astype(cfg.dtype)
+        weights = ax.vary_over(params[f"{prefix}_{name}"], axes.tokens)
+        if ring:
+            return weights
+        weights = weights.astype(cfg.dtype)
         if not axes.embed:
             return weights
         return lax.all_gather(weights, axes.embed, axis=LOGICAL_AXES[name].index("embed"), tiled=True)
 
     named = {name: ready(name) for name in LOGICAL_AXES if f"{prefix}_{name}" in params}
-    return GroupedExperts(activation=cfg.activation, **{"gate": None, **named})
+    return GroupedExperts(activation=cfg.activation, ring=ring, **{"gate": None, **named})

@@ -17,10 +17,11 @@ from jaxtyping import Array, Float, Int
 
 from moejax import axes as ax
 from moejax.axes import AxisRules
-from moejax.config import ACTIVATIONS, MoEConfig, float_dtype, one_of, positive
-from moejax.experts import LOGICAL_AXES, GroupedExperts, expert_shapes
+from moejax.config import ACTIVATIONS, MoEConfig, float_dtype, one_of, positive, true_or_false
+from moejax.experts import LOGICAL_AXES, NONLINEARITY, GroupedExperts, expert_shapes
 from moejax.layer import MoELayer, check_layer, init_param
 from moejax.params import born_sharded
+from moejax.ring_feed_forward import feed_forward_over_mesh
 from moejax.stats import RoutingStats
 
 # What a layer keeps of its forward for its backward, by name. The checkpoint names are the named scopes' words.
@@ -54,6 +55,9 @@ class TransformerConfig:
       qk_norm: RMSNorm over each head of queries and keys.
       tie_embeddings: the logits use the embedding's table.
       activation: of the dense feed-forwards, as in MoEConfig.
+      overlap: the dense feed-forwards' products over embed (FSDP) and mlp (tensor) axes as rings (`moejax.overlapped`), the
+        tokens between attention and feed-forward divided over the mlp axes; where the mesh has neither, the plain
+        products. The MoE layers have their own, `moe.overlap`.
       remat: what a layer keeps for its backward, a name from `REMAT_POLICIES`: "none" recomputes nothing, "full"
         recomputes the layer, "dots" keeps matrix products, "exchange" keeps what crossed the expert axis.
       dtype: of the products; norms, softmax, router and logits are float32.
@@ -78,6 +82,7 @@ class TransformerConfig:
     qk_norm: bool = False
     tie_embeddings: bool = True
     activation: str = "swiglu"
+    overlap: bool = False
     remat: str = "none"
     dtype: str = "bfloat16"
     param_dtype: str = "float32"
@@ -98,9 +103,8 @@ class TransformerConfig:
             value = getattr(self, field)
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
                 raise ValueError(f"{field}={value!r}: needs a finite number above 0")
-        for field in ("qk_norm", "tie_embeddings"):
-            if not isinstance(getattr(self, field), bool):
-                raise ValueError(f"{field}={getattr(self, field)!r}: needs True or False")
+        for field in ("qk_norm", "tie_embeddings", "overlap"):
+            true_or_false(field, getattr(self, field))
         if self.head_dim is not None:
             positive("head_dim", self.head_dim)
         if type(self.num_dense_layers) is not int:
@@ -166,6 +170,8 @@ def check_model(cfg: TransformerConfig, rules: AxisRules, mesh) -> None:
         ("vocab_size", cfg.vocab_size, "vocab"),
     ):
         ax.check_divides(name, size, rules.axes(logical, mesh), mesh)
+    if cfg.overlap:
+        rules.resolve(mesh)
     if cfg.moe is not None:
         check_layer(cfg.moe, rules, mesh)
 
@@ -213,19 +219,23 @@ def rotate(heads: Float[Array, "b s h q"], positions: Int[Array, "b s"], theta: 
 
 
 class FeedForward(nnx.Module):
-    """The dense feed-forward: one expert that every token goes through, partitioned by the compiler."""
+    """The dense feed-forward: one expert that every token goes through, partitioned by the compiler or, by option, in rings."""
 
     def __init__(self, cfg: TransformerConfig, *, rules: AxisRules, rngs: nnx.Rngs):
         """Args: cfg, the model; rules, logical axes to mesh axes; rngs, a stream `params`."""
-        self.cfg = cfg
+        self.cfg, self.rules = cfg, rules
         for name, shape in expert_shapes(1, cfg.d_model, cfg.d_ff, cfg.activation).items():
             logical = (None, *LOGICAL_AXES[name][1:])
             setattr(self, name, born_sharded(init_param, rngs.params(), shape, cfg.param_dtype, logical, rules))
 
     def __call__(self, x: Float[Array, "b s d"]) -> Float[Array, "b s d"]:
         """[b, s, d] -> [b, s, d], token by token."""
-        named = {name: getattr(self, name)[...].astype(self.cfg.dtype) for name in LOGICAL_AXES if hasattr(self, name)}
-        experts = GroupedExperts(activation=self.cfg.activation, **{"gate": None, **named})
+        named = {"gate": None} | {name: getattr(self, name)[...] for name in LOGICAL_AXES if hasattr(self, name)}
+        if self.cfg.overlap:
+            weights = jax.tree.map(lambda stacked: stacked[0], (named["gate"], named["up"], named["down"]))
+            return feed_forward_over_mesh(x, weights, NONLINEARITY[self.cfg.activation], self.rules)
+        narrow = jax.tree.map(lambda weights: weights.astype(self.cfg.dtype), named)
+        experts = GroupedExperts(activation=self.cfg.activation, **narrow)
         return experts(x.reshape(1, -1, x.shape[-1])).reshape(x.shape)
 
 
@@ -234,7 +244,7 @@ class Block(nnx.Module):
 
     def __init__(self, cfg: TransformerConfig, is_moe: bool, *, rules: AxisRules, rngs: nnx.Rngs):
         """Args: cfg, the model; is_moe, which feed-forward; rules, logical axes to mesh axes; rngs, a stream `params`."""
-        self.rules = rules
+        self.rules, self.in_rings = rules, cfg.overlap and not is_moe
         self.attention_norm = _norm(cfg, cfg.d_model, rngs)
         self.attention = Attention(cfg, rules=rules, rngs=rngs)
         self.feed_forward_norm = _norm(cfg, cfg.d_model, rngs)
@@ -247,7 +257,8 @@ class Block(nnx.Module):
     def __call__(self, x, segment_ids, positions) -> tuple[Float[Array, "b s d"], RoutingStats | None]:
         """x: [b, s, d] -> ([b, s, d], the MoE layer's stats or None). Segment 0 is padding."""
         x += self.attention(self.attention_norm(x), segment_ids, positions)
-        x = constrain(x, self.rules)
+        # Between attention and a feed-forward of rings tokens are divided as its first product takes them.
+        x = constrain(x, self.rules, ("batch", "mlp", None) if self.in_rings else ("batch", None, None))
         normed = self.feed_forward_norm(x)
         if isinstance(self.feed_forward, FeedForward):
             return constrain(x + self.feed_forward(normed), self.rules), None

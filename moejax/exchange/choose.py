@@ -53,8 +53,8 @@ def choose_exchange(cfg: MoEConfig, num_tokens: int, num_senders: int, num_shard
         "all_gather": 2 * (num_shards - 1) * num_tokens * row,
         "weight_stream": 3 * (num_shards - 1) * weights,  # the weights twice, their gradient once
     }
-    if cfg.codecs != ("plain", "plain"):
-        del costs["weight_stream"]  # it sends no rows to encode
+    if cfg.codecs != ("plain", "plain") or cfg.overlap:
+        del costs["weight_stream"]  # it sends no rows to encode, and weights that cannot be on another ring meanwhile
     if lifted:
         del costs["ragged"]
     costs = {name: round(size) for name, size in costs.items()}

@@ -40,6 +40,12 @@ BAD = [
         {"num_chunks": 2, "exchange": "all_gather"},
         r"num_chunks=2: exchange='all_gather' crosses whole; legal is 1, or .*'pool'",
     ),
+    ({"overlap": "yes"}, r"overlap='yes': needs True or False"),
+    ({"overlap": True, "exchange": "weight_stream"}, r"overlap=True: exchange='weight_stream' with .* legal is False"),
+    (
+        {"overlap": True, "exchange": "ragged", "receive_factor": 1.5, "overflow": "fallback"},
+        r"overlap=True: exchange='ragged' with overflow='fallback' sends the weights themselves round; legal is False",
+    ),
     ({"num_destinations": 2}, r"num_destinations=2: needs capacity='pool', not 'cell'"),
     ({"receive_factor": 0.99}, r"receive_factor=0.99: needs a finite number of at least 1.0, what even load needs, or None"),
     ({"receive_factor": math.inf}, r"receive_factor=inf: needs a finite number of at least 1.0"),

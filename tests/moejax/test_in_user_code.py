@@ -115,6 +115,22 @@ def test_inside_their_own_shard_map(names, check_vma, exchange, shape, change):
         _check(got, grid.reference(layer, inputs))
 
 
+@pytest.mark.parametrize(("names", "check_vma"), [(("dp", "ep", "tp"), True), (("dp", "ep", "tp"), False), (("ep",), True)])
+def test_rings_inside_their_own_shard_map(names, check_vma):
+    layer, where = _layer((8, 4), overlap=True, num_shared_experts=1), grid.Place(_mesh(), RULES)
+    run = jax.jit(functools.partial(_manual_step, layer.cfg, where.mesh, names, check_vma))
+    for inputs in _draws(layer):
+        with jax.set_mesh(where.mesh):
+            got = run(*where.put(layer.cfg, inputs.garbage()))
+        _check(got, grid.reference(layer, inputs))
+
+
+def test_rings_under_explicit_axes():
+    layer, where = _layer((3, 5), overlap=True), grid.Place(_mesh(AxisType.Explicit), RULES)
+    for inputs in _draws(layer):
+        _check(grid.run(layer, where, inputs.garbage()), grid.reference(layer, inputs))
+
+
 @pytest.mark.parametrize("mesh", ["data8", "fsdp2_expert2_tensor2"])
 def test_the_shard_scope_counts_within_each_shard(mesh):
     layer, where = _layer((4, 6)), grid.place(mesh)
