@@ -1,0 +1,259 @@
+"""Bytes on the devices of each pipeline stage, term by term; the terms add up to the total.
+
+Parameters and what goes with them are counted from the model's own matrices, activations from `layouts.activations`, what a
+pipeline has in flight from its schedule's table (`layouts.live`).
+"""
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+
+from layouts.activations import Cut, Kept, kept_bytes, kept_kinds, tensors
+from layouts.layout import Layout
+from layouts.live import live, placement
+from layouts.model import Layer, Model, MoE, norm_params, products
+from layouts.workload import Batch, Recipe, check_fit
+
+# What an allocator loses of the memory that comes and goes within a step: holes between arrays of unlike sizes, and rounding.
+FRAGMENTATION = 0.02
+# Layers whose gathered parameters are there at once: the one in use and the next.
+GATHERED_LAYERS = 2
+# Logits and their gradient, both float32.
+LOGIT_BYTES = 8
+CODEC_BYTES = {"bf16": 2.0, "int8": 1.0, "fp8": 1.0}
+
+Terms = dict[str, dict[str, float]]
+
+
+@dataclasses.dataclass(frozen=True)
+class StageMemory:
+    """Bytes on each device of one stage.
+
+    Attributes:
+      stage: its number.
+      terms: term -> part -> bytes: parameters, master, moments, gradients (by group of parameters), gathered, activations
+        (by tensor, at the fullest moment), recomputed, logits, exchange, transfers, fragmentation.
+      host_bytes: of host memory, for what is offloaded.
+    """
+
+    stage: int
+    terms: Terms
+    host_bytes: float = 0.0
+
+    def term(self, name: str) -> float:
+        """The bytes of one term."""
+        return sum(self.terms[name].values())
+
+    @property
+    def total_bytes(self) -> float:
+        """All terms together."""
+        return sum(map(self.term, self.terms))
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """Bytes on the devices of every stage."""
+
+    stages: tuple[StageMemory, ...]
+
+    @property
+    def heaviest(self) -> StageMemory:
+        """The stage whose devices hold the most."""
+        return max(self.stages, key=lambda stage: stage.total_bytes)
+
+    @property
+    def peak_bytes(self) -> float:
+        """Of the fullest device."""
+        return self.heaviest.total_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class _Job:
+    model: Model
+    layout: Layout
+    batch: Batch
+    recipe: Recipe
+
+    @property
+    def tokens(self) -> float:
+        return self.batch.device_tokens(self.layout)
+
+    @functools.cached_property
+    def parts(self) -> tuple[tuple[Layer, ...], ...]:
+        """The layers of each part of the model."""
+        cuts = self.layout.part_layers(len(self.model.layers))
+        return tuple(tuple(self.model.layers[index] for index in part) for part in cuts)
+
+
+def memory(model: Model, layout: Layout, batch: Batch, recipe: Recipe) -> Memory:
+    """Bytes on the devices of each stage, at the fullest moment of a step.
+
+    Raises:
+      InputError: where the layout, the model and the batch do not go together.
+    """
+    check_fit(model, layout, batch)
+    job = _Job(model, layout, batch, recipe)
+    return Memory(tuple(_stage(job, stage) for stage in range(layout.stage)))
+
+
+def _stage(job: _Job, stage: int) -> StageMemory:
+    held = placement(job.layout).parts[stage]
+    last = len(job.parts) - 1
+    counts: dict[str, float] = {}
+    for part in held:
+        for group, count in _part_params(job, part, last).items():
+            counts[group] = counts.get(group, 0.0) + count
+    layers = [layer for part in held for layer in job.parts[part]]
+    terms, host = _states(job, counts)
+    terms["gathered"] = _gathered(job, held, last)
+    terms["activations"] = _activations(job, stage, held)
+    terms["recomputed"] = {"fullest layer": max((_recomputed(job, layer) for layer in set(layers)), default=0.0)}
+    terms["logits"] = _logits(job) if last in held else {}
+    terms["exchange"] = {"rows": max((_exchanged(job, layer) for layer in set(layers)), default=0.0)}
+    terms["transfers"] = {"between stages": _transfers(job)}
+    moving = ("gathered", "activations", "recomputed", "logits", "exchange", "transfers")
+    lost = FRAGMENTATION * sum(sum(terms[name].values()) for name in moving)
+    return StageMemory(stage, {**terms, "fragmentation": {"holes": lost}}, host)
+
+
+# ------------------------------------------------------------------------------------------------- parameters and states
+
+
+def _part_params(job: _Job, part: int, last: int) -> dict[str, float]:
+    """Numbers of a part on one device, by group, before fsdp divides them."""
+    model, tensor = job.model, job.layout.tensor
+    found: dict[str, float] = {}
+    for layer in job.parts[part]:
+        for group, count in _layer_counts(model, layer, job.layout).items():
+            found[group] = found.get(group, 0.0) + count
+    if part == 0:
+        found["embedding"] = model.embedding_params / tensor
+    if part == last:
+        # Tied tables lie on both ends of a pipeline.
+        found["head"] = 0.0 if model.tied and last == 0 else model.head.weights / tensor
+        found["norms"] = found.get("norms", 0.0) + model.final_norm_params
+    return found
+
+
+@functools.lru_cache(maxsize=4096)
+def _layer_counts(model: Model, layer: Layer, layout: Layout) -> dict[str, float]:
+    found: dict[str, float] = {"norms": float(norm_params(model, layer))}
+    for product in products(layer, model.d_model):
+        expert = product.group == "experts"
+        cut = product.parts(layout.expert_tensor if expert else layout.tensor)
+        shards = layout.expert_shards if expert else 1
+        # The bias of a product that is split along its rows is not split.
+        bias = product.biases / shards / (cut if product.split == "out" else 1)
+        found[product.group] = found.get(product.group, 0.0) + product.weights / shards / cut + bias
+    return found
+
+
+def _states(job: _Job, counts: dict[str, float]) -> tuple[Terms, float]:
+    """Parameters, master weights, moments and gradients by group; and the bytes of them that lie on the host."""
+    recipe, layout = job.recipe, job.layout
+    terms: Terms = {"parameters": {}, "master": {}, "moments": {}, "gradients": {}}
+    host = 0.0
+    for group, count in counts.items():
+        share = count / (1 if group in ("norms", "router") else layout.fsdp)
+        if layout.moments == "over_data":
+            replicas = layout.expert_replicas if group == "experts" else layout.dense_replicas
+        else:
+            replicas = 1
+        stored = share * recipe.param_bytes
+        states = {"master": share * recipe.master_bytes / replicas, "moments": share * recipe.moment_bytes / replicas}
+        if layout.policy_of(group) == "offload":
+            host += stored + sum(states.values())
+            stored, states = 0.0, dict.fromkeys(states, 0.0)
+        terms["parameters"][group] = stored
+        for name, size in states.items():
+            terms[name][group] = size
+        terms["gradients"][group] = share * recipe.grad_bytes
+    return terms, host
+
+
+def _gathered(job: _Job, held: tuple[int, ...], last: int) -> dict[str, float]:
+    """Whole parameters while they are used, and their gradients before they are divided again; casts where those differ."""
+    layout, recipe = job.layout, job.recipe
+    moved = layout.fsdp > 1 or any(policy == "offload" for _, policy in layout.policy)
+    if not moved and recipe.param_bytes == recipe.compute_bytes:
+        return {}
+    chunks = [job.parts[part] for part in held]
+    # A pipeline's chunk is gathered as a whole; without one, layers come one after another.
+    uses = [sum(_gather_bytes(job, layer) for layer in chunk) for chunk in chunks] if layout.stage > 1 else []
+    uses += [(GATHERED_LAYERS if moved else 1) * _gather_bytes(job, layer) for chunk in chunks for layer in set(chunk)]
+    tables = [job.model.vocab_size * job.model.d_model / layout.tensor * recipe.compute_bytes] if {0, last} & {*held} else []
+    kept = sum(_gather_bytes(job, layer, "keep") for chunk in chunks for layer in chunk)
+    gradients = max(_gather_bytes(job, layer, "") for chunk in chunks for layer in chunk) if layout.fsdp > 1 else 0.0
+    return {"in use": max([*uses, *tables], default=0.0), "kept": kept, "gradients": gradients}
+
+
+def _gather_bytes(job: _Job, layer: Layer, policy: str | None = None) -> float:
+    """Whole parameters of a layer: of the groups that are not kept (None), that have a policy, or of all ("")."""
+    counts = _layer_counts(job.model, layer, job.layout)
+    of = lambda group: job.layout.policy_of(group)
+    wanted = [group for group in counts if policy == "" or (of(group) != "keep" if policy is None else of(group) == policy)]
+    return sum(counts[group] for group in wanted) * job.recipe.compute_bytes
+
+
+# ---------------------------------------------------------------------------------------------------------- activations
+
+
+def _cut(job: _Job, layer: Layer) -> Cut:
+    layout, moe = job.layout, layer.feed_forward
+    share = 1 / layout.tensor if "tensor" in layout.expert_axes else 1.0
+    sent = job.tokens * share
+    rows = job.recipe.expert_rows(moe, sent, layout.expert_shards) / job.tokens if isinstance(moe, MoE) else 0.0
+    return Cut(layout.tensor, layout.sequence, layout.expert_tensor, rows, share, job.batch.seq)
+
+
+def _tensors(job: _Job, layer: Layer) -> tuple[Kept, ...]:
+    return tensors(layer, job.model.d_model, job.recipe, _cut(job, layer))
+
+
+def _activations(job: _Job, stage: int, held: tuple[int, ...]) -> dict[str, float]:
+    """What the stage holds at its fullest moment, by tensor."""
+    remat = job.layout.remat
+    sizes = [sum(kept_bytes(_tensors(job, layer), remat) for layer in job.parts[part]) for part in held]
+    moment = max(live(job.layout)[stage], key=lambda counts: sum(n * size for n, size in zip(counts, sizes, strict=True)))
+    found: dict[str, float] = {}
+    for part, count in zip(held, moment, strict=True):
+        for tensor in _kept_of_part(job, part):
+            found[tensor.name] = found.get(tensor.name, 0.0) + count * job.tokens * tensor.bytes_per_token
+    return found
+
+
+def _kept_of_part(job: _Job, part: int) -> Iterator[Kept]:
+    kinds = kept_kinds(job.layout.remat)
+    for layer in job.parts[part]:
+        yield from (tensor for tensor in _tensors(job, layer) if tensor.kind in kinds)
+
+
+def _recomputed(job: _Job, layer: Layer) -> float:
+    """What the backward of one layer makes again, for one micro-batch."""
+    found = _tensors(job, layer)
+    return job.tokens * (kept_bytes(found, "none") - kept_bytes(found, job.layout.remat))
+
+
+def _logits(job: _Job) -> dict[str, float]:
+    """Of one micro-batch: logits and their gradient, and what the last norm keeps."""
+    width = job.model.vocab_size / job.layout.tensor * LOGIT_BYTES
+    whole = 2 * job.model.d_model * job.recipe.compute_bytes / (job.layout.tensor if job.layout.sequence else 1)
+    return {"logits": job.tokens * width, "last norm": job.tokens * whole}
+
+
+def _exchanged(job: _Job, layer: Layer) -> float:
+    """Rows of one layer on their way: what is sent and what has come, of the parts that cross at a time."""
+    if not isinstance(layer.feed_forward, MoE) or job.layout.expert_shards == 1:
+        return 0.0
+    forward = job.layout.codecs[0]
+    row = job.model.d_model * CODEC_BYTES.get(forward, job.recipe.compute_bytes)
+    crossing = min(1.0, 2 / job.layout.num_chunks)
+    return 2 * crossing * job.tokens * _cut(job, layer).rows * row
+
+
+def _transfers(job: _Job) -> float:
+    """A micro-batch's activations and their gradient, arriving from the neighbours."""
+    if job.layout.stage == 1:
+        return 0.0
+    width = job.model.d_model * job.recipe.compute_bytes / (job.layout.tensor if job.layout.sequence else 1)
+    return 2 * job.tokens * width
