@@ -156,7 +156,7 @@ def moe(
     num_senders = cfg.num_senders or ax.mesh_size(mesh, axes.tokens)
     num_own = num_senders // ax.mesh_size(mesh, axes.tokens)
     line = Line(cfg, axes, num_own, x.shape[1], frozenset(mesh.manual_axes), apply_expert)
-    valid = jnp.ones(x.shape[:2], bool) if valid is None else valid
+    valid = ax.vary_over(jnp.ones(x.shape[:2], bool), sorted(ax.varying(x))) if valid is None else valid
     logical = {name: axes for name, (_, axes) in param_shapes(cfg).items()} | {"experts": ("expert",)}
     param_specs = {name: _auto_part(rules, logical[name], auto) for name in params}
     flat = _Flat(ax.mesh_size(mesh, tokens) * num_own, P(tokens), _explicit(mesh, auto))

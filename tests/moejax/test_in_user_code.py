@@ -96,6 +96,7 @@ MANUAL = [
     (("dp", "ep", "tp"), True, "all_gather"),
     (("dp",), True, "all_to_all"),
     (("ep",), True, "all_to_all"),
+    (("dp",), True, "ragged"),
 ]
 
 
@@ -129,6 +130,19 @@ def test_rings_under_explicit_axes():
     layer, where = _layer((3, 5), overlap=True), grid.Place(_mesh(AxisType.Explicit), RULES)
     for inputs in _draws(layer):
         _check(grid.run(layer, where, inputs.garbage()), grid.reference(layer, inputs))
+
+
+def test_no_mask_inside_their_shard_map_is_a_mask_of_ones():
+    """Even where it is not all axes that are theirs: a mask made inside differs over as many as x does."""
+    layer, mesh = _layer((8, 4)), _mesh()
+    inputs = grid.draw(layer, 0, "random", "none")
+    with jax.set_mesh(mesh):
+        params, x, _, state, _ = grid.Place(mesh, RULES).put(layer.cfg, inputs)
+        batch = P("dp")
+        inside = lambda params, x: moe(params, x, None, state, cfg=layer.cfg, rules=RULES)[0]
+        split = {name: _only(RULES.spec(logical, mesh), ("dp",)) for name, (_, logical) in param_shapes(layer.cfg).items()}
+        y = jax.jit(jax.shard_map(inside, in_specs=(split, batch), out_specs=batch, axis_names={"dp"}))(params, x)
+    grid.assert_close(y, grid.reference(layer, inputs)["y"])
 
 
 @pytest.mark.parametrize("mesh", ["data8", "fsdp2_expert2_tensor2"])
