@@ -16,7 +16,7 @@ from jaxtyping import Array, Shaped
 
 from moejax import axes as ax
 from moejax.config import one_of, positive
-from moejax.kernels import capacity, pallas_gpu, pallas_tpu, ragged, reference, tiles
+from moejax.kernels import capacity, pallas_gpu, pallas_tpu, ragged, reference, tiles, tokamax
 from moejax.kernels.choice import choose
 from moejax.kernels.rows import How, Rows, common, scaled, sum_into, wide
 from moejax.kernels.tile_map import ORDERS
@@ -40,6 +40,7 @@ KERNELS = {
     "pallas_tpu": Kernel(pallas_tpu.product, pallas_tpu.outer, pallas_tpu.glu),
     "pallas_gpu": Kernel(pallas_gpu.product, pallas_gpu.outer, pallas_gpu.glu),
     "ragged_dot": Kernel(ragged.product, ragged.outer),
+    "tokamax": Kernel(tokamax.product, tokamax.outer),
 }
 IMPLEMENTATIONS = ("reference", *KERNELS)
 
@@ -113,7 +114,8 @@ def grouped_outer(
       [G, K, N], zeros for an empty group.
     """
     rows = Rows(group_sizes, None, x.shape[0])
-    name = choose(ax.platform(), (str(x.dtype), str(dy.dtype)), min(x.size, dy.size), None)
+    result = group_sizes.shape[0] * x.shape[1] * dy.shape[1]
+    name = choose(ax.platform(), (str(x.dtype), str(dy.dtype)), (x.size, dy.size, result), None)
     how = How(jnp.dtype(preferred_element_type or common(x.dtype, dy.dtype)))
     with jax.named_scope("moe/grouped_outer"):
         return KERNELS[name].outer(*_alike((x, dy, rows)), None, how)
@@ -178,7 +180,8 @@ def _name(implementation, x, w, rows, max_group_size) -> str:
     name = implementation
     if name is None:
         padding = None if max_group_size is None else w.shape[0] * max_group_size / max(1, rows.num_rows)
-        name = choose(ax.platform(), (str(x.dtype), str(w.dtype)), min(x.size, w.size), padding)
+        result = rows.num_rows * max(w.shape[1:])  # or the gradient of the rows that are read
+        name = choose(ax.platform(), (str(x.dtype), str(w.dtype)), (x.size, w.size, result), padding)
     else:
         one_of("implementation", name, IMPLEMENTATIONS)
         if (max_group_size is None) == (name == "capacity"):

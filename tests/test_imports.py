@@ -13,7 +13,13 @@ ROOT = Path(__file__).parent.parent
 ROOMS = ("moejax", "layouts", "train")
 LIBRARY = {"flax", "jax", "jaxtyping", "numpy", "optax"}
 # What each room may import besides the standard library and itself; None: anything but the rooms not named.
-ALLOWED = {"moejax": LIBRARY, "layouts": None, "train": None, "benchmarks": LIBRARY | {"moejax", "layouts"}}
+# tokamax is an extra, and brings absl.
+ALLOWED = {
+    "moejax": LIBRARY | {"tokamax", "absl"},
+    "layouts": None,
+    "train": None,
+    "benchmarks": LIBRARY | {"moejax", "layouts"},
+}
 BELOW = {"moejax": set(), "layouts": {"moejax"}, "train": {"moejax", "layouts"}, "benchmarks": {"moejax", "layouts"}}
 
 

@@ -18,12 +18,19 @@ class Choice:
       implementation: what it gets.
       dtypes: for operands of these; () for any.
       evidence: what was measured or read, where, when.
+      most_numbers: in one array, operand or result, that it can address; None: no limit of its own.
     """
 
     platform: str
     implementation: str
     dtypes: tuple[str, ...]
     evidence: str
+    most_numbers: int | None = None
+
+    def takes(self, dtypes: tuple[str, ...], sizes: tuple[int, ...]) -> bool:
+        """Whether it can serve operands of these dtypes, and arrays of so many numbers."""
+        fits = self.most_numbers is None or max(sizes) <= self.most_numbers
+        return fits and min(sizes) > 0 and (not self.dtypes or set(dtypes) <= set(self.dtypes))
 
 
 # The first line that fits is taken; where none does, FALLBACK.
@@ -48,6 +55,7 @@ TABLE = (
         "pallas_gpu",
         pallas_gpu.DTYPES,
         "compiled for H100 and run interpreted, 2026-11-30; no GPU was at hand to time it",
+        pallas_gpu.MOST_NUMBERS,
     ),
 )
 FALLBACK = "tiles"
@@ -55,18 +63,18 @@ FALLBACK = "tiles"
 MAX_PADDING = 1.25
 
 
-def choose(platform: str, dtypes: tuple[str, ...], num_numbers: int, padding: float | None) -> str:
+def choose(platform: str, dtypes: tuple[str, ...], sizes: tuple[int, ...], padding: float | None) -> str:
     """A name from `moejax.grouped_matmul.IMPLEMENTATIONS`.
 
     Args:
       platform: as `moejax.axes.platform` names it.
       dtypes: of the operands.
-      num_numbers: in the smallest operand: kernels take none that is empty.
+      sizes: numbers in each array, operands and results: kernels take none that is empty.
       padding: groups x bound on their rows / rows, where there is a bound.
     """
     if padding is not None and padding <= MAX_PADDING:
         return "capacity"
     for line in TABLE:
-        if line.platform == platform and num_numbers and (not line.dtypes or set(dtypes) <= set(line.dtypes)):
+        if line.platform == platform and line.takes(dtypes, sizes):
             return line.implementation
     return FALLBACK

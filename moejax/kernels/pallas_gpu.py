@@ -5,6 +5,7 @@ tile is not in use. On the CPU it runs interpreted: right, and slow. B: tiles, G
 """
 
 import functools
+import math
 
 import jax.numpy as jnp
 from jax import lax
@@ -16,6 +17,7 @@ from moejax.kernels.rows import How, Rows, common, shape_like
 from moejax.kernels.tile_map import tile_map
 
 DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
+MOST_NUMBERS = 2**31  # in one array: Triton adds up places in it in int32
 _PARAMS = plgpu.CompilerParams(num_warps=8, num_stages=3)
 
 
@@ -51,6 +53,7 @@ def outer(
     tile = _block(64, rows.num_rows), _block(128, depth), _block(128, width)
     kernel = functools.partial(_outer_kernel, tile=tile, sizes=(x.shape[0], depth, width), how=how)
     extras = {"index": rows.index, "scale": scale}
+    _check_places((num_groups, depth, width))
     grid = (pl.cdiv(width, tile[2]), pl.cdiv(depth, tile[1]), num_groups)
     shape = shape_like((num_groups, depth, width), how.dtype, x)
     return _call(kernel, grid, [shape], extras, rows.start, rows.end, x, g)[0]
@@ -66,6 +69,7 @@ def _forward(x, weights, rows, scale, how, transpose, widths, finish):
     )
     tiles = tile_map(rows, height, how.order)
     grid = (pl.cdiv(widths[0], tile[2]), tiles.group.shape[0])
+    _check_places((rows.num_rows, max(widths)))
     shapes = [shape_like((rows.num_rows, width), how.dtype, x) for width in widths]
     extras = {"index": rows.index, "scale": scale}
     return _call(kernel, grid, shapes, extras, tiles.group, tiles.start, tiles.stop, x, *weights)
@@ -210,6 +214,17 @@ def _check(*operands: Array) -> None:
     for operand in operands:
         if str(operand.dtype) not in DTYPES:
             raise NotImplementedError(f"'pallas_gpu' has no product of {operand.dtype}: it takes {', '.join(DTYPES)}")
+    _check_places(*(operand.shape for operand in operands))
     shapes = [operand.shape for operand in operands]
     if not all(operand.size for operand in operands):
         raise NotImplementedError(f"'pallas_gpu' with operands of {shapes}: one is empty")
+
+
+def _check_places(*shapes: tuple[int, ...]) -> None:
+    """Raises NotImplementedError for arrays with more places than int32 can count: reads would come from elsewhere."""
+    for shape in shapes:
+        if math.prod(shape) > MOST_NUMBERS:
+            raise NotImplementedError(
+                f"'pallas_gpu' with an array of {shape}: {math.prod(shape)} numbers, it addresses {MOST_NUMBERS} at most; "
+                f"'tiles' takes more"
+            )

@@ -1,5 +1,7 @@
 """`jax.lax.ragged_dot`, rows of no group masked before and after. Grouped on TPU, elsewhere G times the work."""
 
+from collections.abc import Callable
+
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Shaped
@@ -18,24 +20,30 @@ def product(
     scale: Shaped[Array, "R"] | None,
     how: How,
     transpose: bool = False,
+    dot: Callable[..., Array] = lax.ragged_dot,
 ) -> Float[Array, "R _"]:
-    """As `tiles.product`."""
+    """As `tiles.product`; `dot` is called as `jax.lax.ragged_dot`."""
     dtype = common(x.dtype, w.dtype)
     weights = (w.swapaxes(1, 2) if transpose else w).astype(dtype)
     source = rows.read(x).astype(dtype)
-    y = lax.ragged_dot(source, weights, _sizes(rows), how.precision, preferred_element_type=wide(dtype))
+    y = dot(source, weights, _sizes(rows), how.precision, preferred_element_type=wide(dtype))
     return jnp.where(rows.live[:, None], scaled(y, scale), 0).astype(how.dtype)
 
 
 def outer(
-    x: Shaped[Array, "M K"], g: Shaped[Array, "R N"], rows: Rows, scale: Shaped[Array, "R"] | None, how: How
+    x: Shaped[Array, "M K"],
+    g: Shaped[Array, "R N"],
+    rows: Rows,
+    scale: Shaped[Array, "R"] | None,
+    how: How,
+    dot: Callable[..., Array] = lax.ragged_dot_general,
 ) -> Float[Array, "G K N"]:
-    """As `tiles.outer`."""
+    """As `tiles.outer`; `dot` is called as `jax.lax.ragged_dot_general`."""
     dtype = common(x.dtype, g.dtype)
     right = jnp.where(rows.live[:, None], scaled(g, scale), 0).astype(dtype)
     left = rows.read(x).astype(dtype)
     result = wide(dtype)
-    total = lax.ragged_dot_general(left, right, _sizes(rows), _BY_SEGMENT, how.precision, preferred_element_type=result)
+    total = dot(left, right, _sizes(rows), _BY_SEGMENT, how.precision, preferred_element_type=result)
     return total.astype(how.dtype)
 
 

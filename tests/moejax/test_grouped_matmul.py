@@ -1,5 +1,7 @@
 """grouped_matmul against a float64 loop over groups: every implementation, forward and both gradients."""
 
+import importlib.util
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -73,6 +75,8 @@ def _loop(x, w, sizes, index, scale, dy):
 
 
 def _options(implementation):
+    if implementation == "tokamax":
+        pytest.importorskip("tokamax", reason="the extra 'tokamax' is not installed")
     return {"implementation": implementation} | ({"max_group_size": CAPACITY} if implementation == "capacity" else {})
 
 
@@ -227,11 +231,12 @@ def test_orders_give_one_answer():
 
 def test_choice():
     """No table line is ragged_dot's dense product; kernels only get what they take."""
-    ask = lambda platform, dtype="bfloat16", size=8, padding=None: choose(platform, (dtype, dtype), size, padding)
+    ask = lambda platform, dtype="bfloat16", size=8, padding=None: choose(platform, (dtype, dtype), (size, 8), padding)
     assert (ask("cpu"), ask("gpu"), ask("tpu")) == ("tiles", "pallas_gpu", "pallas_tpu")
     assert ask("gpu", "float64") == ask("tpu", "float16") == ask("gpu", size=0) == "tiles"
+    assert (ask("gpu", size=2**31), ask("gpu", size=2**31 + 1)) == ("pallas_gpu", "tiles")
     assert (ask("cpu", padding=1.2), ask("cpu", padding=8.0)) == ("capacity", "tiles")
-    assert {line.implementation for line in TABLE} <= set(IMPLEMENTATIONS) - {"reference", "ragged_dot"}
+    assert {line.implementation for line in TABLE} <= set(IMPLEMENTATIONS) - {"reference", "ragged_dot", "tokamax"}
 
 
 @pytest.mark.parametrize("implementation", ["pallas_gpu", "pallas_tpu"])
@@ -241,6 +246,45 @@ def test_kernels_decline(implementation):
         call(jnp.zeros((4, 2), jnp.float64), jnp.zeros((2, 2, 2), jnp.float64))
     with pytest.raises(NotImplementedError, match="one is empty"):
         call(jnp.zeros((0, 2)), jnp.zeros((2, 2, 2)))
+
+
+# More places than int32 counts: in x, in w, in the result, in the gradient of the rows that few rows of x are read as.
+HUGE = [
+    ((2**21, 2048), (2, 2048, 8), None),
+    ((8, 2**16), (2**9, 2**16, 128), None),
+    ((2**20, 16), (1, 16, 4096), None),
+    ((8, 2049), (1, 2049, 4), 2**20),
+]
+
+
+@pytest.mark.parametrize(("x", "w", "num_rows"), HUGE)
+def test_gpu_kernel_declines_what_it_cannot_address(x, w, num_rows):
+    """Before anything is compiled; with none named, the table has other means."""
+    x, w = (jax.ShapeDtypeStruct(shape, "bfloat16") for shape in (x, w))
+    whole = lambda *shape: jax.ShapeDtypeStruct(shape, "int32")
+    index = None if num_rows is None else whole(num_rows)
+
+    def run(x, w, sizes, index):
+        call = lambda x, w: grouped_matmul(x, w, sizes, token_index=index, implementation="pallas_gpu")
+        y, pull = jax.vjp(call, x, w)
+        return pull(y)
+
+    with pytest.raises(NotImplementedError, match=r"'pallas_gpu' with an array of .* numbers, it addresses 2147483648 at most"):
+        jax.eval_shape(run, x, w, whole(w.shape[0]), index)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("tokamax") is not None, reason="it is installed")
+def test_tokamax_declines_where_it_is_not_installed():
+    with pytest.raises(NotImplementedError, match=r"^'tokamax' is not installed: pip install 'moejax\[tokamax\]'"):
+        grouped_matmul(jnp.ones((4, 2)), jnp.ones((2, 2, 3)), jnp.asarray([1, 2]), implementation="tokamax")
+
+
+def test_tokamax_declines_what_it_cannot_compile(monkeypatch):
+    """It has kernels for the devices of this process only; ahead of time that is another platform's mesh."""
+    _options("tokamax")
+    monkeypatch.setattr("moejax.axes.platform", lambda: "gpu")
+    with pytest.raises(NotImplementedError, match=r"^'tokamax' has no kernel for \(4, 2\) and \(2, 2, 3\) on gpu: "):
+        grouped_matmul(jnp.ones((4, 2)), jnp.ones((2, 2, 3)), jnp.asarray([1, 2]), implementation="tokamax")
 
 
 @jax.jit
