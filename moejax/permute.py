@@ -10,6 +10,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array
 
 
 def read(x, index, clip=False):
@@ -30,25 +31,33 @@ def sum_columns(rows, columns):
     return total.astype(rows.dtype)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def spread(x, index, columns, clip=False):
+def spread(x, index, columns, clip=False) -> Array:
     """Rows of x, [..., n, *d] -> [*index, *d]: the leading dimensions of x count as one."""
+    return _spread(x, index, columns, clip)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _spread(x, index, columns, clip):
     return read(_flat(x, columns), index, clip)
 
 
-spread.defvjp(
-    lambda x, index, columns, clip: (spread(x, index, columns, clip), columns),
+_spread.defvjp(
+    lambda x, index, columns, clip: (_spread(x, index, columns, clip), columns),
     lambda clip, columns, cotangent: (sum_columns(cotangent, columns), None, None),
 )
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def gather_sum(rows, index, columns, clip=False):
+def gather_sum(rows, index, columns, clip=False) -> Array:
     """The transpose of `spread`: [*index, *d] -> [..., n, *d], the sum over the columns. `clip` is for its backward."""
+    return _gather_sum(rows, index, columns, clip)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _gather_sum(rows, index, columns, clip):
     return sum_columns(rows, columns)
 
 
-gather_sum.defvjp(
+_gather_sum.defvjp(
     lambda rows, index, columns, clip: (sum_columns(rows, columns), (index, columns)),
     lambda clip, res, cotangent: (read(_flat(cotangent, res[1]), res[0], clip), None, None),
 )

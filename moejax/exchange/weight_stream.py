@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array
 
 from moejax.axes import axis_index, axis_size, sum_over, vary_over, varying
 from moejax.dispatch import combine, dispatch
@@ -98,7 +99,7 @@ def stream_flat(x, plan, experts, wire: Wire):
         return home(out, plan), plan.group_sizes.sum()
 
 
-def overflow(x, plan, experts, wire: Wire):
+def overflow(x, plan, experts, wire: Wire) -> tuple[Array, Array]:
     """As `stream_flat`, and free where no shard has a row in the plan: no weights are sent then.
 
     All shards of the mesh must take one branch, for collectives stand in one of them. The backward does the forward again,
