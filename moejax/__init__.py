@@ -4,6 +4,7 @@ from moejax import linen
 from moejax.axes import AxisRules, make_mesh
 from moejax.compiler import compiler_options
 from moejax.config import MoEConfig
+from moejax.context import RoutingContext
 from moejax.grouped_matmul import grouped_matmul
 from moejax.layer import MoELayer, RouterState, moe
 from moejax.lift import as_experts
@@ -18,6 +19,7 @@ __all__ = [
     "MoELayer",
     "RouterState",
     "Routing",
+    "RoutingContext",
     "RoutingStats",
     "SigmoidBias",
     "Softmax",

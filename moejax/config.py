@@ -13,10 +13,12 @@ from moejax.codec import CODECS
 from moejax.flat_plan import Bounds
 from moejax.pool import PoolRule, level_caps, level_loads
 from moejax.receive import ReceiveRule
-from moejax.router import ROUTERS, Router
+from moejax.router import ROUTERS
+from moejax.routing import Limited, Router, TwoMatrices
 
 ACTIVATIONS = ("swiglu", "geglu", "gelu", "relu2")
 LOSS_SCOPES = ("sequence", "shard", "microbatch")
+EXTRA_LOSSES = ("importance", "load", "entropy", "divergence")
 EXCHANGES = ("all_to_all", "ragged", "hierarchical", "all_gather", "weight_stream", "auto")
 CHUNKED = ("all_to_all", "hierarchical")
 CAPACITIES = ("cell", "pool")
@@ -97,6 +99,10 @@ class MoEConfig:
       num_shared_experts: experts of width d_ff that every token goes through, besides the routed ones.
       aux_loss: weight of the load-balance loss in `RoutingStats.loss`.
       z_loss: weight of the router z-loss there.
+      extra_losses: pairs of a name and a weight in that sum: "importance", "load" (of router "noisy"), "entropy" or
+        "divergence" (of domains; needs `RoutingContext.domain_ids`); see `moejax.losses`.
+      jitter: in training the router's inputs are multiplied by uniform numbers within this of 1, below 1 (Switch Transformer:
+        1e-2); needs `RoutingContext.key`.
       loss_scope: what the load-balance loss counts over: "sequence", "shard" or "microbatch".
       dtype: dtype of the expert products.
       param_dtype: dtype that parameters are kept in. The router computes in float32 whatever it is.
@@ -127,6 +133,8 @@ class MoEConfig:
     num_shared_experts: int = 0
     aux_loss: float = 1e-2
     z_loss: float = 1e-3
+    extra_losses: tuple[tuple[str, float], ...] = ()
+    jitter: float = 0.0
     loss_scope: str = "microbatch"
     dtype: str = "bfloat16"
     param_dtype: str = "float32"
@@ -147,6 +155,8 @@ class MoEConfig:
             one_of("router", self.router, ROUTERS)
         elif isinstance(self.router, type) or not isinstance(self.router, Router):
             raise ValueError(f"router={self.router!r}: needs one of {', '.join(ROUTERS)}, or a Router object")
+        if isinstance(rule := self.router_rule, Limited):
+            rule.check(self.num_experts, self.top_k)
         one_of("capacity", self.capacity, CAPACITIES)
         one_of("drop_by", self.drop_by, DROP_RULES)
         one_of("exchange", self.exchange, EXCHANGES)
@@ -161,6 +171,9 @@ class MoEConfig:
         for field in ("aux_loss", "z_loss"):
             if not _is_number(weight := getattr(self, field)) or not 0 <= weight < math.inf:
                 raise ValueError(f"{field}={weight!r}: needs a finite weight of at least 0")
+        self._check_extra_losses()
+        if not _is_number(self.jitter) or not 0 <= self.jitter < 1:
+            raise ValueError(f"jitter={self.jitter!r}: needs a number of at least 0 and below 1")
         if self.exchange == "weight_stream" and self.codecs != ("plain", "plain"):
             raise ValueError(f"codec={self.codec!r}: exchange='weight_stream' sends no rows; legal is 'plain'")
         self._check_overlap()
@@ -172,6 +185,19 @@ class MoEConfig:
             )
         if self.rebalance is not None:
             raise ValueError(f"rebalance={self.rebalance!r}: only None is legal")
+
+    def _check_extra_losses(self):
+        pairs = self.extra_losses
+        if not isinstance(pairs, tuple) or not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
+            raise ValueError(f"extra_losses={pairs!r}: needs a tuple of pairs (name, weight)")
+        for name, weight in pairs:
+            one_of("extra_losses", name, EXTRA_LOSSES)
+            if not _is_number(weight) or not 0 <= weight < math.inf:
+                raise ValueError(f"extra_losses: weight {weight!r} of {name!r}: needs a finite weight of at least 0")
+            if name == "load" and not isinstance(self.router_rule, TwoMatrices):
+                raise ValueError(f"extra_losses: 'load' with router={self.router!r}: it is a loss of router 'noisy'")
+        if len({name for name, _ in pairs}) < len(pairs):
+            raise ValueError(f"extra_losses={pairs!r}: each name at most once")
 
     def _check_pool(self):
         if self.capacity == "pool":

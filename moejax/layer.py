@@ -16,10 +16,11 @@ from jaxtyping import Array, Bool, Float
 from moejax import axes as ax
 from moejax.axes import AxisRules, ShardAxes
 from moejax.config import MoEConfig
+from moejax.context import RoutingContext
 from moejax.experts import LOGICAL_AXES, expert_shapes
 from moejax.line import ApplyExpert, Line
 from moejax.params import born_sharded
-from moejax.router import BiasState
+from moejax.routing import LoadState, TwoMatrices
 from moejax.stats import RoutingStats
 
 # By parameter: its shape and its logical axes.
@@ -48,23 +49,32 @@ class MoELayer(nnx.Module):
             setattr(self, name, born_sharded(init_param, rngs.params(), shape, cfg.param_dtype, logical, rules))
         self.router_state = RouterState(cfg.router_rule.init_state(cfg.num_experts))
 
-    def __call__(self, x: Float[Array, "b s d"], valid: Bool[Array, "b s"] | None = None):
+    def __call__(
+        self,
+        x: Float[Array, "b s d"],
+        valid: Bool[Array, "b s"] | None = None,
+        context: RoutingContext | None = None,
+    ):
         """Routes each token through its experts.
 
         Args:
           x: [batch, seq, d_model].
           valid: [batch, seq], False for padding: it takes no capacity, adds to no loss, and gets zeros. None: all valid.
+          context: what the call says of its tokens and their routing; None: `RoutingContext()`.
 
         Returns:
           (y [batch, seq, d_model] in the dtype of x, RoutingStats).
         """
         params = {name: getattr(self, name)[...] for name in param_shapes(self.cfg)}
-        return moe(params, x, valid, self.router_state.get_value(), cfg=self.cfg, rules=self.rules)
+        state = self.router_state.get_value()
+        return moe(params, x, valid, state, cfg=self.cfg, rules=self.rules, context=context)
 
 
 def param_shapes(cfg: MoEConfig) -> ParamShapes:
     """Each parameter's shape and logical axes, by name: router, expert_up ..., shared_up ..."""
     found: ParamShapes = {"router": ((cfg.d_model, cfg.num_experts), (None, None))}
+    if isinstance(cfg.router_rule, TwoMatrices):
+        found["router_noise"] = found["router"]
     for name, shape in expert_shapes(cfg.num_experts, cfg.d_model, cfg.d_ff, cfg.activation).items():
         found[f"expert_{name}"] = (shape, LOGICAL_AXES[name])
     if cfg.num_shared_experts:
@@ -122,11 +132,12 @@ def moe(
     params: dict[str, Any],
     x: Float[Array, "b s d"],
     valid: Bool[Array, "b s"] | None,
-    state: BiasState | None,
+    state: LoadState | None,
     *,
     cfg: MoEConfig,
     rules: AxisRules = AxisRules(),
     apply_expert: ApplyExpert | None = None,
+    context: RoutingContext | None = None,
 ) -> tuple[Float[Array, "b s d"], RoutingStats]:
     """The layer as a function: the per-shard line under a shard_map over whatever mesh axes are not manual yet.
 
@@ -142,6 +153,7 @@ def moe(
       rules: logical axes to mesh axes.
       apply_expert: (one expert's weights, rows [r, d]) -> rows [r, d]: experts of another kind, whose weights, a pytree
         with a leading axis [E] in each leaf, are params["experts"].
+      context: what the call says of its tokens and their routing; None: `RoutingContext()`.
 
     Raises:
       ValueError: for a width other than cfg.d_model, or a mesh that does not divide the layer.
@@ -150,6 +162,8 @@ def moe(
     axes = check_layer(cfg, rules, mesh)
     if x.ndim != 3 or x.shape[-1] != cfg.d_model:
         raise ValueError(f"x of shape {x.shape}: needs [batch, seq, d_model={cfg.d_model}]")
+    context = RoutingContext() if context is None else context
+    context.check(x.shape[:2], cfg.num_experts, cfg.top_k)
     _check_call(params, x, valid, cfg, whole=not mesh.manual_axes and apply_expert is None)
     auto = tuple(name for name in axes.all if name not in mesh.manual_axes)
     tokens = tuple(name for name in axes.tokens if name in auto)
@@ -160,11 +174,12 @@ def moe(
     logical = {name: axes for name, (_, axes) in param_shapes(cfg).items()} | {"experts": ("expert",)}
     param_specs = {name: _auto_part(rules, logical[name], auto) for name in params}
     flat = _Flat(ax.mesh_size(mesh, tokens) * num_own, P(tokens), _explicit(mesh, auto))
-    args = (params, flat.split(x), flat.split(valid), state)
+    context = context.flat(flat.split, x.shape[:2], cfg.num_experts)
+    args = (params, flat.split(x), flat.split(valid), state, context)
     if not auto:
         y, stats = line(*args)
     else:
-        in_specs = (param_specs, flat.spec, flat.spec, P())
+        in_specs = (param_specs, flat.spec, flat.spec, P(), context.specs(flat.spec))
         # Up to jax 0.12 a nested shard_map cannot hand residuals to its backward: they name the outer, manual axes.
         line = jax.checkpoint(line) if mesh.manual_axes else line
         run = jax.shard_map(line, in_specs=in_specs, out_specs=(flat.spec, P()), axis_names=set(auto))

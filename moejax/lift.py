@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool, Float
 
 from moejax.axes import AxisRules, current_mesh
 from moejax.config import EXCHANGES, MoEConfig
+from moejax.context import RoutingContext
 from moejax.layer import RouterState, check_layer, init_param, moe, param_shapes
 from moejax.linen import router_state
 from moejax.params import born_sharded
@@ -64,13 +65,19 @@ class NnxExperts(nnx.Module):
         nnx.update(self.experts, jax.tree.map(lambda leaf: _place(leaf, rules), nnx.state(self.experts)))
         self.router_state = RouterState(cfg.router_rule.init_state(cfg.num_experts))
 
-    def __call__(self, x: Float[Array, "b s d"], valid: Bool[Array, "b s"] | None = None):
-        """x: [batch, seq, d_model]; valid: [batch, seq] or None -> (y [batch, seq, d_model], RoutingStats)."""
+    def __call__(
+        self,
+        x: Float[Array, "b s d"],
+        valid: Bool[Array, "b s"] | None = None,
+        context: RoutingContext | None = None,
+    ):
+        """x: [batch, seq, d_model]; valid: [batch, seq] or None; context or None -> (y [batch, seq, d_model], RoutingStats)."""
         graphdef, stacked = nnx.split(self.experts)
         params = {name: getattr(self, name)[...] for name in _own_shapes(self.cfg)}
         apply = lambda expert, rows: nnx.merge(graphdef, expert)(rows)
         state = self.router_state.get_value()
-        return moe({**params, "experts": stacked}, x, valid, state, cfg=self.cfg, rules=self.rules, apply_expert=apply)
+        params["experts"] = stacked
+        return moe(params, x, valid, state, cfg=self.cfg, rules=self.rules, apply_expert=apply, context=context)
 
 
 class LinenExperts(nn.Module):
@@ -87,8 +94,13 @@ class LinenExperts(nn.Module):
     rules: AxisRules = AxisRules()
 
     @nn.compact
-    def __call__(self, x: Float[Array, "b s d"], valid: Bool[Array, "b s"] | None = None):
-        """x: [batch, seq, d_model]; valid: [batch, seq] or None -> (y [batch, seq, d_model], RoutingStats)."""
+    def __call__(
+        self,
+        x: Float[Array, "b s d"],
+        valid: Bool[Array, "b s"] | None = None,
+        context: RoutingContext | None = None,
+    ):
+        """x: [batch, seq, d_model]; valid: [batch, seq] or None; context or None -> (y [batch, seq, d_model], RoutingStats)."""
         cfg, rules, mesh = self.cfg, self.rules, current_mesh()
         _check(cfg, rules)
         params = {}
@@ -106,7 +118,8 @@ class LinenExperts(nn.Module):
 
         params["experts"] = self.param("experts", stacked)
         apply = lambda weights, rows: cast(Array, expert.apply({"params": weights}, rows))
-        return moe(params, x, valid, router_state(self, cfg), cfg=cfg, rules=rules, apply_expert=apply)
+        state = router_state(self, cfg)
+        return moe(params, x, valid, state, cfg=cfg, rules=rules, apply_expert=apply, context=context)
 
 
 def _check(cfg: MoEConfig, rules: AxisRules) -> None:

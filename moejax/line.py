@@ -14,22 +14,23 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from moejax import axes as ax
 from moejax.axes import ShardAxes
 from moejax.config import MoEConfig
+from moejax.context import RoutingContext
 from moejax.exchange import EXCHANGES, Wire
 from moejax.exchange.choose import choose_exchange
 from moejax.experts import LOGICAL_AXES, GroupedExperts
 from moejax.flat_plan import FlatPlan, place_flat, with_rest
-from moejax.losses import load_balance_loss, router_z_loss
+from moejax.losses import extra_losses, load_balance_loss, router_z_loss
 from moejax.plan import DispatchPlan, place_in_cells, rank_pairs
 from moejax.pool import PoolPlan, make_pool_plan
 from moejax.pytree import pytree
 from moejax.receive import take_in
-from moejax.router import BiasState
+from moejax.route import route
+from moejax.routing import PerSequence, Tokens
 from moejax.stats import RoutingStats
 
 logger = logging.getLogger(__name__)
@@ -76,12 +77,13 @@ class Line:
     manual: frozenset[str]
     apply_expert: ApplyExpert | None = None
 
-    def __call__(self, params: dict[str, Any], x, valid, state):
-        """Per shard: params by name, x [t, d], valid [t], the router's state or None -> (y [t, d], RoutingStats)."""
+    def __call__(self, params: dict[str, Any], x, valid, state, context: RoutingContext):
+        """Per shard: params by name, x [t, d], valid [t], the router's state, flat context -> (y [t, d], RoutingStats)."""
         cfg, axes = self.cfg, self.axes
         x = jnp.where(valid[:, None], x, 0)
         with jax.named_scope("moe/route"):
-            routing = route(x, params["router"], state, cfg)
+            tokens = self.tokens(valid, context)
+            routing = route(x, params["router"], state, cfg, tokens, params.get("router_noise"))
             name = self.exchange(x.shape[0])
             plan = self.plan(routing, valid, name)
         inside = ax.vary_over(x, axes.mlp).astype(cfg.dtype)
@@ -94,7 +96,7 @@ class Line:
                 # Zeros already; the mask keeps a padded row's cotangent, whatever it is, out of the weights' gradients.
                 y += jnp.where(valid[:, None], shared, 0)
         y = ax.sum_over(y, axes.mlp).astype(x.dtype)
-        return y, self.stats(routing, plan, valid, num_rows)
+        return y, self.stats(routing, plan, tokens, num_rows)
 
     def experts(self, params) -> GroupedExperts | LiftedExperts:
         """This shard's experts, ready for their rows."""
@@ -154,8 +156,8 @@ class Line:
         plan = place_flat(ranks, routing.weight, kept, taken, cfg.flat_bounds(tokens, self.num_senders, shards, rule))
         return with_rest(plan, ranks, routing.weight, kept, taken) if rule and stays else plan
 
-    def stats(self, routing, plan, valid, num_rows) -> RoutingStats:
-        cfg, axes = self.cfg, self.axes
+    def stats(self, routing, plan, tokens: Tokens, num_rows) -> RoutingStats:
+        cfg, axes, valid = self.cfg, self.axes, tokens.valid
         aux = load_balance_loss(routing, valid, scope=cfg.loss_scope, axes=axes.tokens, sequence=self.sequences(valid.shape[0]))
         total = lambda counts: counts.reshape(-1, cfg.num_experts).sum(0)
         routed, kept, worked = ax.sum_over((total(plan.routed), total(plan.kept), num_rows), axes.tokens)
@@ -167,7 +169,20 @@ class Line:
             num_dropped=routed.sum() - worked,
             num_dropped_at_receiver=kept.sum() - worked,
             token_straggler=_straggler(num_rows, axes.tokens),
+            extra=extra_losses(routing, tokens, [name for name, _ in cfg.extra_losses]),
         )
+
+    def tokens(self, valid, context: RoutingContext) -> Tokens:
+        """What the router may know of this shard's tokens."""
+        t, rule = valid.shape[0], self.cfg.router_rule
+        inner = tuple(name for name in self.axes.tokens if name not in self.manual)
+        if isinstance(rule, PerSequence) and ax.axis_size(inner) > 1 and t % self.seq:
+            raise ValueError(
+                f"router={rule!r}: needs whole sequences on a shard, {t} tokens each are not sequences of {self.seq}; "
+                f"legal is a batch that {ax.axis_size(inner)} token shards divide"
+            )
+        position = (self.sequences(t)[0] * self.seq + (ax.axis_index(inner) * t + jnp.arange(t)) % self.seq).astype(jnp.int32)
+        return Tokens(valid, position, context, axes=self.axes.tokens, seq=self.seq)
 
     def sequences(self, t: int) -> tuple[Array, int]:
         """Each token's sequence over all shards [t], and how many there are: padding ends each manual shard's own."""
@@ -176,12 +191,6 @@ class Line:
         count = -(-t * ax.axis_size(inner) // self.seq)
         position = ax.axis_index(inner) * t + jnp.arange(t)
         return ax.axis_index(outer) * count + position // self.seq, count * ax.axis_size(outer)
-
-
-def route(x: Float[Array, "t d"], router: Float[Array, "d E"], state: BiasState | None, cfg: MoEConfig):
-    """Routes in float32 at the highest matmul precision: bf16 logits flip near-tied experts."""
-    logits = jnp.dot(x.astype(jnp.float32), router.astype(jnp.float32), precision=lax.Precision.HIGHEST)
-    return cfg.router_rule(checkpoint_name(logits, "moe/route"), cfg.top_k, state)
 
 
 def _straggler(num_rows, axes: tuple[str, ...]):

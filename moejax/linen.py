@@ -6,6 +6,7 @@ from jaxtyping import Array, Bool, Float
 
 from moejax.axes import AxisRules, current_mesh
 from moejax.config import MoEConfig
+from moejax.context import RoutingContext
 from moejax.layer import check_layer, init_param, moe, param_shapes
 from moejax.stats import RoutingStats
 
@@ -27,13 +28,17 @@ class MoELayer(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x: Float[Array, "b s d"], valid: Bool[Array, "b s"] | None = None
+        self,
+        x: Float[Array, "b s d"],
+        valid: Bool[Array, "b s"] | None = None,
+        context: RoutingContext | None = None,
     ) -> tuple[Float[Array, "b s d"], RoutingStats]:
         """Routes each token through its experts.
 
         Args:
           x: [batch, seq, d_model].
           valid: [batch, seq], False for padding: it takes no capacity, adds to no loss, and gets zeros. None: all valid.
+          context: what the call says of its tokens and their routing; None: `RoutingContext()`.
 
         Returns:
           (y [batch, seq, d_model] in the dtype of x, RoutingStats).
@@ -47,7 +52,7 @@ class MoELayer(nn.Module):
         for name, (shape, logical) in param_shapes(cfg).items():
             init = nn.with_partitioning(_init, tuple(rules.spec(logical, mesh)))
             params[name] = self.param(name, init, shape, cfg.param_dtype, rules.spec(logical, mesh))
-        return moe(params, x, valid, router_state(self, cfg), cfg=cfg, rules=rules)
+        return moe(params, x, valid, router_state(self, cfg), cfg=cfg, rules=rules, context=context)
 
 
 def router_state(module: nn.Module, cfg: MoEConfig):

@@ -7,10 +7,11 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
 from moejax.axes import sum_over
-from moejax.router import Routing
+from moejax.routing import Routing, Tokens
 
 
 def load_balance_loss(
@@ -33,12 +34,13 @@ def load_balance_loss(
       axes: mesh axes that tokens are sharded over.
       sequence: for scope "sequence", each token's sequence over all shards [t], ascending, and the number of sequences.
     """
-    pairs = jax.nn.one_hot(routing.expert, routing.probs.shape[-1]).sum(1)  # [t, E]
+    pairs = jax.nn.one_hot(routing.expert, routing.probs.shape[-1])
+    pairs = (pairs if routing.used is None else jnp.where(routing.used[:, :, None], pairs, 0)).sum(1)  # [t, E]
     add = functools.partial(_add_up, valid=valid, sequence=sequence if scope == "sequence" else None)
     sums = (add(pairs), add(routing.probs), add(jnp.ones_like(valid, jnp.float32)))  # [G, E], [G, E], [G]
     share, prob, tokens = sums if scope == "shard" else sum_over(sums, axes)
     some = jnp.maximum(tokens, 1)
-    share = jax.lax.stop_gradient(share) / (some * routing.expert.shape[-1])[:, None]
+    share = jax.lax.stop_gradient(share / jnp.maximum(share.sum(-1, keepdims=True), 1))
     loss = routing.probs.shape[-1] * (share * prob / some[:, None]).sum(-1)  # [G]
     total, groups = jnp.where(tokens > 0, loss, 0).sum(), (tokens > 0).sum()
     if scope == "shard":
@@ -67,3 +69,139 @@ def router_z_loss(routing: Routing, valid: Bool[Array, "t"], axes: tuple[str, ..
     square = jnp.square(jax.nn.logsumexp(routing.logits, axis=-1))
     total, tokens = sum_over((jnp.where(valid, square, 0).sum(), valid.sum()), axes)
     return total / jnp.maximum(tokens, 1)
+
+
+def importance_loss(routing: Routing, valid: Bool[Array, "t"], axes: tuple[str, ...] = ()) -> Float[Array, ""]:
+    """The squared coefficient of variation of the experts' summed weights (Shazeer et al. 2017, eq. 7); 0 when all are equal.
+
+    Args: as in `router_z_loss`.
+    """
+    experts = jnp.arange(routing.probs.shape[-1])
+    gates = jnp.where(routing.expert[:, :, None] == experts, routing.weight[:, :, None], 0).sum(1)
+    return _variation(sum_over(jnp.where(valid[:, None], gates, 0).sum(0), axes))
+
+
+def load_loss(routing: Routing, valid: Bool[Array, "t"], axes: tuple[str, ...] = ()) -> Float[Array, ""]:
+    """The squared coefficient of variation of the experts' expected loads (Shazeer et al. 2017, eq. 11).
+
+    Args: as in `router_z_loss`; the routing is a `Noisy` router's.
+
+    Raises:
+      ValueError: for a routing without `load`.
+    """
+    if routing.load is None:
+        raise ValueError("routing.load=None: the load loss is one of router 'noisy'")
+    return _variation(sum_over(jnp.where(valid[:, None], routing.load, 0).sum(0), axes))
+
+
+def _variation(values: Float[Array, "E"]) -> Float[Array, ""]:
+    """Variance over squared mean; 0 where the mean is."""
+    mean = values.mean()
+    return jnp.square(values - mean).mean() / jnp.square(jnp.where(mean > 0, mean, 1))
+
+
+def entropy_loss(routing: Routing, valid: Bool[Array, "t"], axes: tuple[str, ...] = ()) -> Float[Array, ""]:
+    """Mean over valid tokens of the entropy of `probs`, in nats: 0 for sure routers, log(E) for clueless ones.
+
+    The loss that goes with router "top_p" (Huang et al. 2024, arXiv 2403.07652).
+
+    Args: as in `router_z_loss`.
+    """
+    total, tokens = sum_over((jnp.where(valid, _entropy(routing.probs), 0).sum(), valid.sum()), axes)
+    return total / jnp.maximum(tokens, 1)
+
+
+def _entropy(probs: Float[Array, "*n E"]) -> Float[Array, "*n"]:
+    """-sum p log p, whose gradient is 0 where p is, not infinite."""
+    return -jnp.where(probs > 0, probs * jnp.log(jnp.where(probs > 0, probs, 1)), 0).sum(-1)
+
+
+def expert_divergence(
+    probs: Float[Array, "t E"],
+    domain_ids: Int[Array, "t"],
+    valid: Bool[Array, "t"] | None = None,
+    *,
+    num_domains: int | None = None,
+    axes: tuple[str, ...] = (),
+) -> Float[Array, ""]:
+    """Minus the mean Jensen-Shannon divergence of the domains' routing, over pairs of domains (arXiv 2603.00054).
+
+    In nats: 0 where all domains are routed alike, -log(2) where no two share an expert. A domain's routing is the mean of
+    `probs` over its valid tokens; domains without any are in no pair.
+
+    Args:
+      probs: of this shard's tokens.
+      domain_ids: [t] from 0.
+      valid: [t] which tokens count; None: all.
+      num_domains: how many domains there are; None: as many as domain_ids say, which is legal outside of jit alone.
+      axes: mesh axes that tokens are sharded over.
+
+    Raises:
+      ValueError: for num_domains=None where domain_ids are traced.
+    """
+    valid = jnp.ones(domain_ids.shape, bool) if valid is None else valid
+    if num_domains is None:
+        if isinstance(domain_ids, Tracer):
+            raise ValueError("num_domains=None: inside jit it must be a number")
+        num_domains = int(domain_ids.max()) + 1
+    member = (domain_ids == jnp.arange(num_domains)[:, None]) & valid  # [domains, t]
+    of_domain = lambda values: jnp.stack([jnp.where(here[:, None], values, 0).sum(0) for here in member])
+    total, tokens = sum_over((of_domain(probs), member.sum(1)), axes)
+    mean = total / jnp.maximum(tokens, 1)[:, None]  # [domains, E]
+    first, second = jnp.triu_indices(num_domains, 1)
+    apart = _entropy((mean[first] + mean[second]) / 2) - (_entropy(mean[first]) + _entropy(mean[second])) / 2
+    both = (tokens[first] > 0) & (tokens[second] > 0)
+    return -jnp.where(both, apart, 0).sum() / jnp.maximum(both.sum(), 1)
+
+
+def group_loss(
+    routing: Routing, valid: Bool[Array, "t"], sizes: tuple[float, ...], axes: tuple[str, ...] = ()
+) -> Float[Array, ""]:
+    """Steers tokens to small experts: G * sum_g (size_g / mean size) * f_g * P_g over groups of experts (MoHGE, 2604.23108).
+
+    f_g is the share of the (token, choice) pairs that went to group g (no gradient), P_g the mean probability of its experts
+    together. Equal sizes make it the load-balance loss of groups. The weight is the plain size, so what it counts are the
+    parameters that a token uses.
+
+    Args:
+      routing: of this shard's tokens.
+      valid: [t] which of them count.
+      sizes: parameters of one expert, by group; the groups are equal consecutive parts of the experts.
+      axes: mesh axes that tokens are sharded over.
+
+    Raises:
+      ValueError: where the groups do not divide the experts, or a size is not above 0.
+    """
+    num_experts, num_groups = routing.probs.shape[-1], len(sizes)
+    if not sizes or num_experts % num_groups or min(sizes) <= 0:
+        raise ValueError(f"sizes={sizes!r}: needs sizes above 0 of groups that divide num_experts={num_experts}")
+    group = routing.expert // (num_experts // num_groups)
+    pairs = ((group[:, :, None] == jnp.arange(num_groups)) & routing.counted(valid)[:, :, None]).sum((0, 1))
+    probs = jnp.where(valid[:, None], routing.probs.reshape(len(valid), num_groups, -1).sum(-1), 0).sum(0)
+    pairs, probs, tokens = sum_over((pairs, probs, valid.sum()), axes)
+    share = pairs / jnp.maximum(pairs.sum(), 1)
+    weight = jnp.asarray(sizes, jnp.float32) * num_groups / sum(sizes)
+    return num_groups * (weight * share * probs / jnp.maximum(tokens, 1)).sum()
+
+
+def extra_losses(routing: Routing, tokens: Tokens, names: list[str]) -> dict[str, Float[Array, ""]]:
+    """The losses of these names, out of `moejax.config.EXTRA_LOSSES`.
+
+    Raises:
+      ValueError: for "divergence" without domains.
+    """
+    context, found = tokens.context, {}
+    for name in names:
+        if name in _OF_ROUTING:
+            found[name] = _OF_ROUTING[name](routing, tokens.valid, tokens.axes)
+        elif context.domain_ids is None:
+            raise ValueError(
+                "context.domain_ids=None: extra loss 'divergence' needs RoutingContext(domain_ids=..., num_domains=...)"
+            )
+        else:
+            ids, count = context.domain_ids, context.num_domains
+            found[name] = expert_divergence(routing.probs, ids, tokens.valid, num_domains=count, axes=tokens.axes)
+    return found
+
+
+_OF_ROUTING = {"importance": importance_loss, "load": load_loss, "entropy": entropy_loss}

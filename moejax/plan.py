@@ -41,7 +41,7 @@ class DispatchPlan:
 
 @pytree
 class Ranks:
-    """Every pair's place in its (expert, sender) cell. Cells are numbered expert * m + sender; E*m is that of invalid tokens.
+    """Every pair's place in its (expert, sender) cell. Cells are numbered expert * m + sender; E*m holds the rest.
 
     Attributes:
       cell: [t, k] the pair's cell.
@@ -82,7 +82,7 @@ def rank_pairs(routing: Routing, valid: Bool[Array, "t"], num_senders: int, drop
     (t, k), num_experts = routing.expert.shape, routing.logits.shape[-1]
     num_cells = num_experts * num_senders
     sender = jnp.arange(t, dtype=jnp.int32) // (t // num_senders)
-    cell = jnp.where(valid[:, None], routing.expert * num_senders + sender[:, None], num_cells)
+    cell = jnp.where(routing.counted(valid), routing.expert * num_senders + sender[:, None], num_cells)
     order, by_cell = _order(cell.reshape(-1), routing.weight.reshape(-1), drop_by)
     # What searchsorted(method="compare_all") does; that one fails (jax 0.10.2) where the mesh has axes not made manual.
     start = (by_cell < jnp.arange(num_cells + 1, dtype=jnp.int32)[:, None]).sum(1, dtype=jnp.int32)

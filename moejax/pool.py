@@ -123,13 +123,14 @@ def make_pool_plan(routing: Routing, valid: Bool[Array, "t"], rule: PoolRule) ->
     (t, k), num_experts, n, caps = routing.expert.shape, routing.logits.shape[-1], rule.num_destinations, rule.caps
     e, depth, width = num_experts // n, caps[0], sum(caps)
     offset = starts(caps)
-    dest = jnp.where(valid[:, None], routing.expert // e, n)
+    counted = routing.counted(valid)
+    dest = jnp.where(counted, routing.expert // e, n)
     weight = lax.stop_gradient(routing.weight)
     level = _level(dest, weight)
     here = dest[:, :, None] == jnp.arange(n)  # [t, k, n]
     order, rank = _pool_order(here, weight, rule.drop_by)  # both [n, t]
     rank = jnp.where(here, rank.T[:, None, :], 0).sum(-1)  # [t, k]
-    kept = valid[:, None] & (rank < _pick(level, caps))
+    kept = counted & (rank < _pick(level, caps))
     slot = jnp.where(kept & (level == 0), dest * depth + rank, n * depth)
     cell = jnp.where(kept, dest * width + _pick(level, offset) + rank, n * width)
     token = jnp.where(jnp.arange(depth) < here.any(1).sum(0)[:, None], order[:, :depth], t)  # [n, M]
@@ -145,7 +146,7 @@ def make_pool_plan(routing: Routing, valid: Bool[Array, "t"], rule: PoolRule) ->
         pair=pair.reshape(-1).astype(jnp.int32),
         weight=jnp.where(kept, routing.weight, 0),
         local_expert=jnp.where(choice < k, expert % e, e).astype(jnp.int32),
-        routed=chosen(jnp.broadcast_to(valid[:, None], (t, k))),
+        routed=chosen(counted),
         kept=chosen(kept),
         caps=caps,
         max_rows=rule.max_rows,

@@ -1,5 +1,7 @@
 """RoutingStats: what one layer says of its routing, and how that adds over layers and micro-batches."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -21,6 +23,7 @@ class RoutingStats:
       num_dropped: int32, those that found no room, at their sender or at the device that they were sent to.
       num_dropped_at_receiver: int32, the latter (pools, and cells with a receive_factor).
       token_straggler: float32, rows on the fullest expert device over the mean of all (max - mean, in rows worked on).
+      extra: float32 by name, the losses that `MoEConfig.extra_losses` asks for, not yet weighted.
     """
 
     aux_loss: Float[Array, "*layers"]
@@ -30,6 +33,7 @@ class RoutingStats:
     num_dropped: Int[Array, "*layers"]
     num_dropped_at_receiver: Int[Array, "*layers"]
     token_straggler: Float[Array, "*layers"]
+    extra: dict[str, Float[Array, "*layers"]] = dataclasses.field(default_factory=dict)
 
     @property
     def dropped_fraction(self) -> Float[Array, "*layers"]:
@@ -37,7 +41,7 @@ class RoutingStats:
         return self.num_dropped / jnp.maximum(self.num_assignments, 1)
 
     def loss(self, cfg, reduce: str = "mean") -> Float[Array, ""]:
-        """The weighted sum to add to the training loss: cfg.aux_loss * aux_loss + cfg.z_loss * z_loss.
+        """The weighted sum to add to the training loss: cfg.aux_loss * aux_loss + cfg.z_loss * z_loss + extra ones.
 
         Args:
           cfg: the layer's MoEConfig (its loss weights are read).
@@ -49,6 +53,8 @@ class RoutingStats:
         if reduce not in ("mean", "sum"):
             raise ValueError(f"reduce={reduce!r}: legal values are 'mean', 'sum'")
         weighted = cfg.aux_loss * self.aux_loss + cfg.z_loss * self.z_loss
+        for name, weight in cfg.extra_losses:
+            weighted += weight * self.extra[name]
         return weighted.mean() if reduce == "mean" else weighted.sum()
 
 

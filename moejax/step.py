@@ -17,7 +17,8 @@ from moejax.axes import AxisRules
 from moejax.config import positive
 from moejax.layer import RouterState
 from moejax.pytree import pytree
-from moejax.router import BiasState, update_router
+from moejax.router import update_router
+from moejax.routing import LoadState
 from moejax.stats import RoutingStats, add_microbatches
 from moejax.transformer import Transformer, TransformerConfig
 
@@ -239,7 +240,7 @@ def _is_spec(leaf) -> bool:
 
 
 def _update_routers(router, stats: RoutingStats | None):
-    is_state = lambda node: isinstance(node, BiasState)
+    is_state = lambda node: isinstance(node, LoadState)
     return jax.tree.map(lambda state: update_router(state, stats), router, is_leaf=is_state)
 
 

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import strategies as st
 
 from moejax import MoEConfig, SigmoidBias, Softmax
+from moejax.routers import Grouped, Queue
 
 GOOD = {"d_model": 8, "d_ff": 16, "num_experts": 4, "top_k": 2}
 BAD = [
@@ -18,9 +19,9 @@ BAD = [
     ({"top_k": True}, r"top_k=True: needs a whole number"),
     ({"top_k": 0}, r"top_k=0: needs a whole number of at least 1"),
     ({"top_k": 5}, r"top_k=5 exceeds num_experts=4: needs 1 to 4"),
-    ({"router": "softmx"}, r"router='softmx': legal values are 'softmax', 'sigmoid_bias' \(did you mean 'softmax'\?\)"),
-    ({"router": Softmax}, r"router=<class .*Softmax'>: needs one of softmax, sigmoid_bias, or a Router object"),
-    ({"router": 3}, r"router=3: needs one of softmax, sigmoid_bias, or a Router object"),
+    ({"router": "softmx"}, r"router='softmx': legal values are 'softmax', 'sigmoid_bias', .* \(did you mean 'softmax'\?\)"),
+    ({"router": Softmax}, r"router=<class .*Softmax'>: needs one of softmax, sigmoid_bias, .*, or a Router object"),
+    ({"router": 3}, r"router=3: needs one of softmax, sigmoid_bias, .*, or a Router object"),
     ({"capacity_factor": 0}, r"capacity_factor=0: needs a finite number above 0, or None"),
     ({"capacity_factor": -1.0}, r"capacity_factor=-1.0: needs a finite number above 0, or None"),
     ({"capacity_factor": math.nan}, r"capacity_factor=nan: needs a finite number above 0"),
@@ -72,6 +73,17 @@ BAD = [
     ({"capacity": "pool", "level_loads": 0.5}, r"level_loads=0.5: needs a tuple of shares"),
     ({"capacity": "pool", "level_loads": (math.nan,)}, r"level_loads=\(nan,\): needs a tuple of shares"),
     ({"exchange": ["all_to_all"]}, r"exchange=\['all_to_all'\]: legal values are 'all_to_all'"),
+    ({"router": Grouped(3, 2)}, r"num_groups=3 does not divide num_experts=4: legal are 1, 2, 4"),
+    ({"router": Grouped(4, 1)}, r"top_k=2: 1 of 4 groups hold 1 experts, the most legal"),
+    ({"router": "prototype", "top_k": 3}, r"top_k=3 prototypes do not divide num_experts=4: legal are 1, 2, 4"),
+    ({"router": Queue((1.0, 2.0, 1.0))}, r"rates of 3 devices do not divide num_experts=4: legal are 1, 2, 4"),
+    ({"jitter": 1}, r"jitter=1: needs a number of at least 0 and below 1"),
+    ({"jitter": "0.1"}, r"jitter='0.1': needs a number of at least 0 and below 1"),
+    ({"extra_losses": "entropy"}, r"extra_losses='entropy': needs a tuple of pairs \(name, weight\)"),
+    ({"extra_losses": (("entrpy", 1.0),)}, r"extra_losses='entrpy': legal values are .*did you mean 'entropy'\?"),
+    ({"extra_losses": (("entropy", -1.0),)}, r"extra_losses: weight -1.0 of 'entropy': needs a finite weight"),
+    ({"extra_losses": (("load", 1.0),)}, r"extra_losses: 'load' with router='softmax': it is a loss of router 'noisy'"),
+    ({"extra_losses": (("entropy", 1.0),) * 2}, r"extra_losses=.*: each name at most once"),
     ({"rebalance": "feplb"}, r"rebalance='feplb': only None is legal"),
 ]
 

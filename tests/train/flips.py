@@ -17,8 +17,8 @@ def make_choices(cfg: TransformerConfig) -> Callable[[TrainState, dict], np.ndar
     """A function from (state, batch) to the experts [layers, tokens, k] of every token, worked out on one device."""
     found, route = [], moejax.line.route
 
-    def recording(x, router, bias, layer_cfg):
-        routing = route(x, router, bias, layer_cfg)
+    def recording(*args):
+        routing = route(*args)
         io_callback(lambda expert: found.append(np.array(expert)), None, routing.expert, ordered=True)
         return routing
 
