@@ -7,10 +7,12 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from moejax.grouped_matmul import grouped_glu, grouped_matmul
 from moejax.pytree import pytree
+from moejax.remat import HIDDEN
 from moejax.ring_feed_forward import ring_feed_forward
 
 
@@ -51,8 +53,8 @@ class GroupedExperts:
         act = NONLINEARITY[self.activation]
         if self.ring:
             return ring_feed_forward(rows, (self.gate, self.up, self.down), act, embed=self.ring)
-        hidden = _product(rows, self.up)
-        hidden = act(hidden) if self.gate is None else act(_product(rows, self.gate)) * hidden
+        hidden = checkpoint_name(_product(rows, self.up), HIDDEN)
+        hidden = act(hidden) if self.gate is None else act(checkpoint_name(_product(rows, self.gate), HIDDEN)) * hidden
         return _product(hidden, self.down)
 
     def flat(self, rows, group_sizes, row_weight) -> Float[Array, "R d"]:
@@ -68,7 +70,7 @@ class GroupedExperts:
             weights, options = (self.gate, self.up, self.down), {"row_weight": row_weight, "group_sizes": group_sizes}
             return ring_feed_forward(rows, weights, act, embed=self.ring, **options)
         if self.gate is None:
-            hidden = act(grouped_matmul(rows, self.up, group_sizes))
+            hidden = act(checkpoint_name(grouped_matmul(rows, self.up, group_sizes), HIDDEN))
         else:
             hidden = grouped_glu(rows, self.gate, self.up, group_sizes, act)
         return grouped_matmul(hidden, self.down, group_sizes, row_scale=row_weight)

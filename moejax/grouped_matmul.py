@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 from jax.core import Tracer
 from jaxtyping import Array, Shaped
 
@@ -20,6 +21,7 @@ from moejax.kernels import capacity, pallas_gpu, pallas_tpu, ragged, reference, 
 from moejax.kernels.choice import choose
 from moejax.kernels.rows import How, Rows, common, scaled, sum_into, wide
 from moejax.kernels.tile_map import ORDERS
+from moejax.remat import HIDDEN
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,7 +162,9 @@ def grouped_glu(
     if name not in KERNELS or KERNELS[name].glu is None:
         bound = max_group_size if name == "capacity" else None
         options = {"token_index": token_index, "implementation": name, "max_group_size": bound}
-        product = lambda w: grouped_matmul(x, w, group_sizes, precision, preferred_element_type, **options)
+        product = lambda w: checkpoint_name(
+            grouped_matmul(x, w, group_sizes, precision, preferred_element_type, **options), HIDDEN
+        )
         return nonlinearity(product(gate)) * product(up)
     how = How(jnp.dtype(preferred_element_type or common(x.dtype, gate.dtype)), precision)
     x, gate, up, rows = _alike((x, gate, up, rows))
@@ -237,7 +241,8 @@ def _glu(kernel: Kernel, nonlinearity, how: How, x, gate, up, rows):
 
 
 def _glu_fwd(kernel, nonlinearity, how, x, gate, up, rows):
-    y, gated, plain = kernel.glu(x, gate, up, rows, nonlinearity, how, keep=True)
+    # One kernel makes all three, so one that is not kept would have it run again.
+    y, gated, plain = checkpoint_name(kernel.glu(x, gate, up, rows, nonlinearity, how, keep=True), HIDDEN)
     return y, (x, gate, up, gated, plain, rows)
 
 

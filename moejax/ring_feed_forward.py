@@ -7,12 +7,14 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from moejax import axes as ax
 from moejax.axes import AxisRules
 from moejax.overlapped import DOT, GROUPED, apply, ring
+from moejax.remat import HIDDEN
 
 Activation = Callable[[Array], Array]
 
@@ -52,7 +54,8 @@ def ring_feed_forward(
     def second(product, row_weight, down):
         return apply(out_of, _hidden(product, row_weight, act, gate is not None), down, group_sizes)
 
-    return second(apply(into, rows, wide, group_sizes), row_weight, down)
+    product = checkpoint_name(apply(into, rows, wide, group_sizes), HIDDEN)
+    return second(product, row_weight, down)
 
 
 def _hidden(product, row_weight, act: Activation, gated: bool):

@@ -21,16 +21,9 @@ from moejax.config import ACTIVATIONS, MoEConfig, float_dtype, one_of, positive,
 from moejax.experts import LOGICAL_AXES, NONLINEARITY, GroupedExperts, expert_shapes
 from moejax.layer import MoELayer, check_layer, init_param
 from moejax.params import born_sharded
+from moejax.remat import REMAT_POLICIES
 from moejax.ring_feed_forward import feed_forward_over_mesh
 from moejax.stats import RoutingStats
-
-# What a layer keeps of its forward for its backward, by name. The checkpoint names are the named scopes' words.
-REMAT_POLICIES = {
-    "none": jax.checkpoint_policies.everything_saveable,
-    "full": jax.checkpoint_policies.nothing_saveable,
-    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-    "exchange": jax.checkpoint_policies.save_only_these_names("moe/route", "moe/dispatch", "moe/combine"),
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,8 +51,10 @@ class TransformerConfig:
       overlap: the dense feed-forwards' products over embed (FSDP) and mlp (tensor) axes as rings (`moejax.overlapped`), the
         tokens between attention and feed-forward divided over the mlp axes; where the mesh has neither, the plain
         products. The MoE layers have their own, `moe.overlap`.
-      remat: what a layer keeps for its backward, a name from `REMAT_POLICIES`: "none" recomputes nothing, "full"
-        recomputes the layer, "dots" keeps matrix products, "exchange" keeps what crossed the expert axis.
+      remat: what a layer keeps for its backward, a name from `moejax.remat.REMAT_POLICIES`: "none" recomputes nothing, "full"
+        recomputes the layer, "dots" keeps dense matrix products; of a MoE layer "received" keeps the rows that arrived at
+        their experts, "exchange" those and the rows that came back, so that none crosses twice, "experts" also what no
+        expert product can then be done again for, and "offload" what "exchange" keeps, in the host's memory.
       dtype: of the products; norms, softmax, router and logits are float32.
       param_dtype: that parameters are kept in.
 

@@ -49,7 +49,7 @@ def gather_flat(x, plan, experts, wire: Wire):
 def _local_flat_plan(plan, axes):
     """The plan of all shards' tokens over this shard's experts. Its rows are ordered by expert, then shard."""
     shards, (t, k), me = axis_size(axes), plan.slot.shape, axis_index(axes)
-    gathered = functools.partial(lax.all_gather, axis_name=axes)
+    gathered = lambda part: checkpoint_name(lax.all_gather(part, axes), "moe/dispatch")
     slot, source, weight = gathered(plan.slot), gathered(plan.source), gathered(plan.weight)  # [s, t, k], [s, R]
     table = gathered(plan.group_sizes)  # [s, E]
     mine = lambda part: lax.dynamic_slice_in_dim(part, me * (table.shape[1] // shards), table.shape[1] // shards, 1)
@@ -81,7 +81,7 @@ def _local_plan(plan, axes):
     shards, (t, k) = axis_size(axes), plan.slot.shape
     experts = plan.num_experts // shards
     first = axis_index(axes) * experts
-    gathered = functools.partial(lax.all_gather, axis_name=axes)
+    gathered = lambda part: checkpoint_name(lax.all_gather(part, axes), "moe/dispatch")
     slot, source = gathered(plan.slot), gathered(plan.source.reshape(plan.num_experts, -1))  # [s, t, k], [s, E, r]
     r = source.shape[-1]
     shard = jnp.arange(shards, dtype=jnp.int32)[:, None, None]

@@ -47,7 +47,8 @@ def _one(x, plan, experts, wire: Wire):
     sender = (plan.token, tuple(plan.slot[:, j] for j in range(plan.slot.shape[1])))
     with jax.named_scope("moe/dispatch"):
         pair_weight = spread(plan.weight.reshape(-1), plan.pair, (plan.cell.reshape(-1),)).reshape(n, -1)
-        arrived = swap(plan.local_expert), swap(pair_weight)  # [n, L], of all parts: the destination's bound is one
+        # [n, L], of all parts: the destination's bound is one.
+        arrived = checkpoint_name((swap(plan.local_expert), swap(pair_weight)), "moe/dispatch")
         rows = make_row_plans(arrived[0], cut, num_experts=experts.num_experts, max_rows=plan.max_rows)
         sent = cut.split_rows(spread(x, *sender), n)
         received = [checkpoint_name(carry(part, swap, swap, wire.codecs), "moe/dispatch") for part in sent]  # [n, M_p, d]

@@ -55,7 +55,7 @@ def ragged(x, plan, experts, wire: Wire):
         there, back, group_sizes = routes(plan, wire.axes)
         rows, weight = outgoing(x, plan)
         landed = checkpoint_name(_cross(rows, there, back, wire.axes, wire.codecs), "moe/dispatch")  # [M, d]
-        row_weight = _cross(weight, there, back, wire.axes, ("plain", "plain"))
+        row_weight = checkpoint_name(_cross(weight, there, back, wire.axes, ("plain", "plain")), "moe/dispatch")
     with jax.named_scope("moe/experts"):
         out = checkpoint_name(experts.flat(landed, group_sizes, row_weight), "moe/experts")
     with jax.named_scope("moe/combine"):
@@ -69,7 +69,7 @@ def ragged(x, plan, experts, wire: Wire):
 
 def routes(plan, axes) -> tuple[Route, Route, Int[Array, "e"]]:
     """There and back, and how many rows each expert of this shard takes."""
-    table, me = lax.all_gather(plan.group_sizes, axes), ax.axis_index(axes)  # [S, E]
+    table, me = checkpoint_name(lax.all_gather(plan.group_sizes, axes), "moe/dispatch"), ax.axis_index(axes)  # [S, E]
     shards = table.shape[0]
     by_owner = table.reshape(shards, shards, -1)  # sender, owner, its expert
     sent_at = (jnp.cumsum(table, 1) - table).reshape(by_owner.shape)

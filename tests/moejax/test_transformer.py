@@ -10,7 +10,8 @@ from flax import nnx
 
 import moejax
 from moejax import MoEConfig, Transformer, TransformerConfig
-from moejax.transformer import REMAT_POLICIES, Attention, rotate
+from moejax.remat import REMAT_POLICIES
+from moejax.transformer import Attention, rotate
 
 MOE = MoEConfig(
     d_model=16, d_ff=8, num_experts=8, top_k=2, dtype="float32", capacity_factor=None, num_senders=8, num_shared_experts=1
