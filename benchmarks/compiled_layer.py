@@ -30,7 +30,11 @@ SHAPES = {
     "OLMoE-like": {"d_model": 2048, "d_ff": 1024, "num_experts": 64, "top_k": 8},
     "Mixtral-like": {"d_model": 4096, "d_ff": 14336, "num_experts": 8, "top_k": 2},
 }
-SETTINGS: dict[str, dict[str, Any]] = {"cells": {}, "pools": {"capacity": "pool"}}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "cells": {},  # in the form that the hardware gets
+    "cells, weighed at the token": {"weigh_at": "token", "exchange_by": "device"},
+    "pools": {"capacity": "pool"},
+}
 TOKENS_A_DEVICE = 4096
 TIMEOUT_SECONDS = 1200  # the longest took 162 s on two idle cores
 

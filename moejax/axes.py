@@ -222,6 +222,14 @@ def vary_over(tree, names: Sequence[str]):
     return jax.tree.map(mark, tree) if names else tree
 
 
+def vary_alike(tree):
+    """All of it marked as varying over the axes that any of its leaves does: what a custom_vjp needs of its arguments.
+
+    Gradients of the leaves marked here are summed over those axes.
+    """
+    return vary_over(tree, sorted(frozenset().union(*map(varying, jax.tree.leaves(tree)))))
+
+
 def varying(leaf) -> frozenset[str]:
     """The manual axes that jax knows the value to differ over. The attribute's name depends on the jax version."""
     kind = jax.typeof(leaf)

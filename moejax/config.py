@@ -21,6 +21,8 @@ LOSS_SCOPES = ("sequence", "shard", "microbatch")
 EXTRA_LOSSES = ("importance", "load", "entropy", "divergence")
 EXCHANGES = ("all_to_all", "ragged", "hierarchical", "all_gather", "weight_stream", "auto")
 CHUNKED = ("all_to_all", "hierarchical")
+WEIGH_AT = ("auto", "token", "expert")
+EXCHANGE_BY = ("auto", "device", "expert")
 CAPACITIES = ("cell", "pool")
 DROP_RULES = ("position", "weight")
 OVERFLOWS = ("drop", "fallback")
@@ -95,6 +97,11 @@ class MoEConfig:
         multiplied, and their gradients come home so, in place of an all-gather before and a reduce-scatter after
         (`moejax.overlapped`). Without such axes the products are the plain ones. It never changes the answer. Not for
         "weight_stream" and overflow "fallback", which send weights round already.
+      weigh_at: where combine weights multiply cells' rows ("all_to_all", "hierarchical"): at the "token", when they are
+        back, or in the "expert", where a small all-to-all takes the weights: no output is then kept for the backward.
+        Pools weigh in the experts. "auto" chooses by hardware (`moejax.exchange.form`).
+      exchange_by: what cells cross together ("all_to_all", "hierarchical"): a "device"'s, or those of one local "expert",
+        in an all-to-all of their own, while the experts before it can work; "auto" chooses by hardware.
       activation: "swiglu" and "geglu" (gated), "gelu", "relu2" (squared ReLU, ungated).
       num_shared_experts: experts of width d_ff that every token goes through, besides the routed ones.
       aux_loss: weight of the load-balance loss in `RoutingStats.loss`.
@@ -129,6 +136,8 @@ class MoEConfig:
     codec: str | tuple[str, str] = "plain"
     num_chunks: int = 1
     overlap: bool = False
+    weigh_at: str = "auto"
+    exchange_by: str = "auto"
     activation: str = "swiglu"
     num_shared_experts: int = 0
     aux_loss: float = 1e-2
@@ -183,6 +192,7 @@ class MoEConfig:
                 f"num_chunks={self.num_chunks}: exchange={self.exchange!r} crosses whole; "
                 f"legal is 1, or one of {', '.join(map(repr, CHUNKED))}, or capacity='pool'"
             )
+        self._check_form()
         if self.rebalance is not None:
             raise ValueError(f"rebalance={self.rebalance!r}: only None is legal")
 
@@ -198,6 +208,20 @@ class MoEConfig:
                 raise ValueError(f"extra_losses: 'load' with router={self.router!r}: it is a loss of router 'noisy'")
         if len({name for name, _ in pairs}) < len(pairs):
             raise ValueError(f"extra_losses={pairs!r}: each name at most once")
+
+    def _check_form(self):
+        one_of("weigh_at", self.weigh_at, WEIGH_AT)
+        one_of("exchange_by", self.exchange_by, EXCHANGE_BY)
+        if self.exchange_by == "expert" and self.num_chunks > 1:
+            raise ValueError(f"num_chunks={self.num_chunks}: exchange_by='expert' crosses in parts already; legal is 1")
+        if self.capacity == "pool":
+            one_of("weigh_at of pools", self.weigh_at, ("auto", "expert"))
+        elif self.exchange not in CHUNKED:
+            one_of(f"weigh_at of exchange={self.exchange!r}", self.weigh_at, ("auto", "token"))
+        if self.capacity == "pool" or self.exchange not in CHUNKED:
+            one_of(
+                f"exchange_by of capacity={self.capacity!r}, exchange={self.exchange!r}", self.exchange_by, ("auto", "device")
+            )
 
     def _check_pool(self):
         if self.capacity == "pool":

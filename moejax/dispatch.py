@@ -6,22 +6,53 @@ t: tokens on this shard, k: experts per token, d: model width, R: rows of the se
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
-from moejax.permute import read, spread
+from moejax.permute import gather_sum, read, spread
 from moejax.plan import DispatchPlan
 
 
 def dispatch(x: Float[Array, "t d"], plan: DispatchPlan) -> Float[Array, "E r d"]:
     """The send buffer, [E, R/E, d]: each row its pair's token, zeros where the plan has none."""
-    k = plan.slot.shape[1]
-    rows = spread(x, plan.source // k, tuple(plan.slot[:, j] for j in range(k)))
+    rows = spread(x, plan.source // plan.slot.shape[1], _columns(plan))
     return rows.reshape(plan.num_experts, -1, x.shape[1])
+
+
+def dispatch_parts(
+    x: Float[Array, "t d"], plan: DispatchPlan, sources: tuple[Int[Array, "_"], ...], *, clip: bool
+) -> tuple[Float[Array, "_ d"], ...]:
+    """The send buffer in parts, each gathered by itself.
+
+    Args:
+      x: [t, d].
+      plan: where the pairs are.
+      sources: plan.source in parts, in order.
+      clip: an empty row holds any token, instead of zeros: for one who gives it weight zero.
+    """
+    k = plan.slot.shape[1]
+    return spread(x, tuple(source // k for source in sources), _columns(plan), clip)
 
 
 def combine(rows: Float[Array, "E r d"], plan: DispatchPlan) -> Float[Array, "t d"]:
     """Each token's weighted sum over its rows, added up in float32; zeros where all its pairs were dropped."""
     return _weighted_sum(rows.reshape(-1, rows.shape[-1]), plan.weight, plan.slot, plan.source)
+
+
+def collect(
+    parts: tuple[Float[Array, "_ d"], ...], plan: DispatchPlan, sources: tuple[Int[Array, "_"], ...]
+) -> Float[Array, "t d"]:
+    """Each token's plain sum over rows that have been weighed already: the transpose of `dispatch_parts` under `clip`."""
+    k = plan.slot.shape[1]
+    return gather_sum(parts, tuple(source // k for source in sources), _columns(plan), True)
+
+
+def row_weights(plan: DispatchPlan) -> Float[Array, "R"]:
+    """The combine weight of each row of the send buffer; exactly zero where a row is empty."""
+    return spread(plan.weight.reshape(-1), plan.source, (plan.slot.reshape(-1),))
+
+
+def _columns(plan):
+    return tuple(plan.slot[:, j] for j in range(plan.slot.shape[1]))
 
 
 @jax.custom_vjp

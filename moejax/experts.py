@@ -4,24 +4,21 @@ e: experts on this shard, r: rows of an expert, d: model width, f: expert width 
 """
 
 import dataclasses
+import functools
+from collections.abc import Callable
 
-import jax
-import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
+from moejax.feed_forward import NONLINEARITY, feed_forward
 from moejax.grouped_matmul import grouped_glu, grouped_matmul
+from moejax.permute import unstack
 from moejax.pytree import pytree
 from moejax.remat import HIDDEN
 from moejax.ring_feed_forward import ring_feed_forward
 
-
-def _relu2(h):
-    return jnp.square(jax.nn.relu(h))
-
-
-NONLINEARITY = {"swiglu": jax.nn.silu, "geglu": jax.nn.gelu, "gelu": jax.nn.gelu, "relu2": _relu2}
 GATED = ("swiglu", "geglu")
+ApplyRows = Callable[..., Array]
 LOGICAL_AXES = {
     "up": ("expert", "embed", "mlp"),
     "gate": ("expert", "embed", "mlp"),
@@ -48,14 +45,24 @@ class GroupedExperts:
     activation: str = dataclasses.field(metadata={"static": True})
     ring: tuple[str, ...] = dataclasses.field(default=(), metadata={"static": True})
 
-    def __call__(self, rows: Float[Array, "e r d"]) -> Float[Array, "e r d"]:
-        """[e, r, d] -> [e, r, d], row by row; a zero row gives a zero row. With f split, the partial sum over this part."""
-        act = NONLINEARITY[self.activation]
+    def __call__(self, rows: Float[Array, "e r d"], weight: Float[Array, "e r"] | None = None) -> Float[Array, "e r d"]:
+        """[e, r, d] -> [e, r, d], row by row; a zero row gives a zero row. With f split, the partial sum over this part.
+
+        Args:
+          rows: [e, r, d].
+          weight: [e, r] float32 factors of the outputs; None: 1. See `moejax.feed_forward`.
+        """
+        return self._through((self.gate, self.up, self.down), rows, weight)
+
+    def apart(self) -> list[ApplyRows]:
+        """Each expert as a function of its own rows and their weights: ([r, d], [r] or None) -> [r, d]."""
+        return [functools.partial(self._through, weights) for weights in unstack((self.gate, self.up, self.down))]
+
+    def _through(self, weights, rows, weight=None):
         if self.ring:
-            return ring_feed_forward(rows, (self.gate, self.up, self.down), act, embed=self.ring)
-        hidden = checkpoint_name(_product(rows, self.up), HIDDEN)
-        hidden = act(hidden) if self.gate is None else act(checkpoint_name(_product(rows, self.gate), HIDDEN)) * hidden
-        return _product(hidden, self.down)
+            return ring_feed_forward(rows, weights, NONLINEARITY[self.activation], embed=self.ring, row_weight=weight)
+        gate, up, down = weights
+        return feed_forward(rows, weight, gate, up, down, self.activation)
 
     def flat(self, rows, group_sizes, row_weight) -> Float[Array, "R d"]:
         """The same for rows of all experts in one array, each multiplied by its weight.
@@ -84,10 +91,6 @@ class GroupedExperts:
         """The experts with change(name, weights) for each of up, down and gate."""
         names = [name for name in LOGICAL_AXES if getattr(self, name) is not None]
         return dataclasses.replace(self, **{name: change(name, getattr(self, name)) for name in names})
-
-
-def _product(rows, weights):
-    return jnp.einsum("erd,edf->erf", rows, weights)
 
 
 def expert_shapes(num_experts: int, d_model: int, d_ff: int, activation: str) -> dict[str, tuple[int, int, int]]:

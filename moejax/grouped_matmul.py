@@ -94,7 +94,7 @@ def grouped_matmul(
     _check_order(group_order, name)
     dtype = jnp.dtype(preferred_element_type or common(x.dtype, w.dtype))
     how = How(dtype, precision, max_group_size, group_order or ORDERS[0])
-    x, w, row_scale, rows = _alike((x, w, row_scale, rows))
+    x, w, row_scale, rows = ax.vary_alike((x, w, row_scale, rows))
     with jax.named_scope("moe/grouped_matmul"):
         if name == "reference":
             return reference.grouped_product(x, w, rows, row_scale, how)
@@ -120,7 +120,7 @@ def grouped_outer(
     name = choose(ax.platform(), (str(x.dtype), str(dy.dtype)), (x.size, dy.size, result), None)
     how = How(jnp.dtype(preferred_element_type or common(x.dtype, dy.dtype)))
     with jax.named_scope("moe/grouped_outer"):
-        return KERNELS[name].outer(*_alike((x, dy, rows)), None, how)
+        return KERNELS[name].outer(*ax.vary_alike((x, dy, rows)), None, how)
 
 
 def grouped_glu(
@@ -167,7 +167,7 @@ def grouped_glu(
         )
         return nonlinearity(product(gate)) * product(up)
     how = How(jnp.dtype(preferred_element_type or common(x.dtype, gate.dtype)), precision)
-    x, gate, up, rows = _alike((x, gate, up, rows))
+    x, gate, up, rows = ax.vary_alike((x, gate, up, rows))
     with jax.named_scope("moe/grouped_glu"):
         return _glu(KERNELS[name], nonlinearity, how, x, gate, up, rows)
 
@@ -256,12 +256,6 @@ def _glu_bwd(kernel, nonlinearity, how, residuals, dy):
 
 
 _glu.defvjp(_glu_fwd, _glu_bwd)
-
-
-def _alike(tree):
-    """All of it marked as varying over the manual mesh axes that any of it does; there gradients add up."""
-    names = frozenset().union(*(ax.varying(leaf) for leaf in jax.tree.leaves(tree)))
-    return ax.vary_over(tree, sorted(names))
 
 
 def _check(x, w, group_sizes, token_index, row_scale):

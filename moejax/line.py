@@ -22,9 +22,12 @@ from moejax.config import MoEConfig
 from moejax.context import RoutingContext
 from moejax.exchange import EXCHANGES, Wire
 from moejax.exchange.choose import choose_exchange
-from moejax.experts import LOGICAL_AXES, GroupedExperts
+from moejax.exchange.form import choose_form
+from moejax.experts import LOGICAL_AXES, ApplyRows, GroupedExperts
+from moejax.feed_forward import weighed
 from moejax.flat_plan import FlatPlan, place_flat, with_rest
 from moejax.losses import extra_losses, load_balance_loss, router_z_loss
+from moejax.permute import unstack
 from moejax.plan import DispatchPlan, place_in_cells, rank_pairs
 from moejax.pool import PoolPlan, make_pool_plan
 from moejax.pytree import pytree
@@ -49,12 +52,17 @@ class LiftedExperts:
     weights: Any
     apply: ApplyExpert = dataclasses.field(metadata={"static": True})
 
-    def __call__(self, rows: Float[Array, "e r d"]) -> Float[Array, "e r d"]:
-        """[e, r, d] -> [e, r, d]. Empty rows are zeros, and what comes of them is never read.
+    def __call__(self, rows: Float[Array, "e r d"], weight: Float[Array, "e r"] | None = None) -> Float[Array, "e r d"]:
+        """[e, r, d] -> [e, r, d], times the weights; what comes of an empty row is never read.
 
         They work on padded cells only: there is no product of many experts at once for rows that stand flat.
         """
-        return jax.vmap(self.apply)(self.weights, rows)
+        return weighed(jax.vmap(self.apply)(self.weights, rows), weight)
+
+    def apart(self) -> list[ApplyRows]:
+        """Each expert as a function of its own rows and their weights: ([r, d], [r] or None) -> [r, d]."""
+        one = lambda weights: lambda rows, weight=None: weighed(self.apply(weights, rows), weight)
+        return [one(weights) for weights in unstack(self.weights)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,13 +96,12 @@ class Line:
             plan = self.plan(routing, valid, name)
         inside = ax.vary_over(x, axes.mlp).astype(cfg.dtype)
         plan = dataclasses.replace(plan, weight=ax.vary_over(plan.weight, axes.mlp))
-        wire = Wire(axes.expert, cfg.codecs, cfg.num_chunks, axes.tokens)
-        y, num_rows = EXCHANGES[self.rows_stand(name), name](inside, plan, self.experts(params), wire)
+        y, num_rows = EXCHANGES[self.rows_stand(name), name](inside, plan, self.experts(params), self.wire(name))
         if cfg.num_shared_experts:
             with jax.named_scope("moe/shared"):
-                shared = _grouped(params, "shared", cfg, axes)(inside[None])[0]
-                # Zeros already; the mask keeps a padded row's cotangent, whatever it is, out of the weights' gradients.
-                y += jnp.where(valid[:, None], shared, 0)
+                y += _grouped(params, "shared", cfg, axes)(inside[None])[0]
+        # Zeros already; the mask keeps a padded row's cotangent, whatever it is, out of all gradients.
+        y = jnp.where(valid[:, None], y, 0)
         y = ax.sum_over(y, axes.mlp).astype(x.dtype)
         return y, self.stats(routing, plan, tokens, num_rows)
 
@@ -119,6 +126,12 @@ class Line:
         choice = choose_exchange(cfg, num_tokens, self.num_senders, ax.axis_size(self.axes.expert), lifted=lifted)
         logger.info("%s", choice)
         return choice.name
+
+    def wire(self, exchange: str) -> Wire:
+        """How the exchange of that name is to cross."""
+        cfg, axes = self.cfg, self.axes.expert
+        form = choose_form(cfg, self.rows_stand(exchange), exchange, ax.platform(), cfg.num_experts // ax.axis_size(axes))
+        return Wire(axes, cfg.codecs, cfg.num_chunks, self.axes.tokens, form.weigh_at, form.exchange_by)
 
     def rows_stand(self, exchange: str) -> str:
         """How rows stand for the exchange: in padded cells, "flat", one after another, or in pools.

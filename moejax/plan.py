@@ -5,6 +5,9 @@ The send buffer has E*m*c rows: expert-major, then sender, then place, so a slic
 rows land grouped by expert. Indices are int32; "out of range" (t, t*k or E*m*c) stands for "nothing here".
 """
 
+import dataclasses
+import itertools
+
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
@@ -114,6 +117,54 @@ def place_in_cells(
         kept=kept.sum(1),
         group_sizes=taken.sum(1),
     )
+
+
+def by_chunk(plan: DispatchPlan, num_chunks: int) -> tuple[DispatchPlan, tuple[Int[Array, "_"], ...]]:
+    """The plan with every expert's rows cut into as many chunks, or into single rows where it has fewer.
+
+    Args:
+      plan: as `make_plan` gives it.
+      num_chunks: at least 1.
+
+    Returns:
+      (the plan of a send buffer that is chunk-major, its `source` by chunk: each, [E * r'], expert-major for itself).
+    """
+    if num_chunks == 1:
+        return plan, (plan.source,)
+    source = plan.source.reshape(plan.num_experts, -1)
+    r = source.shape[1]
+    # Even, and none of them empty: the first ones have a row more.
+    width, wider = divmod(r, min(num_chunks, r))
+    bounds = [i * width + min(i, wider) for i in range(min(num_chunks, r) + 1)]
+    parts = tuple(source[:, low:high].reshape(-1) for low, high in itertools.pairwise(bounds))
+    expert, place = plan.slot // r, plan.slot % r
+    slot = expert * bounds[1] + place  # in the first chunk
+    for low, high in itertools.pairwise(bounds[1:]):
+        slot = jnp.where(place >= low, plan.num_experts * low + expert * (high - low) + place - low, slot)
+    return _reordered(plan, slot, parts)
+
+
+def by_expert(plan: DispatchPlan, num_shards: int) -> tuple[DispatchPlan, tuple[Int[Array, "_"], ...]]:
+    """The plan with the rows of each shard's first expert together, then those of its second, and so on.
+
+    Args:
+      plan: as `make_plan` gives it.
+      num_shards: s, along the expert axes; e = E/s.
+
+    Returns:
+      (the plan of a send buffer [e, s, r], its `source` by local expert: each, [s * r], by shard).
+    """
+    source = plan.source.reshape(num_shards, plan.num_experts // num_shards, -1)
+    local, r = source.shape[1:]
+    expert, place = plan.slot // r, plan.slot % r
+    slot = (expert % local * num_shards + expert // local) * r + place
+    return _reordered(plan, slot, tuple(source[:, i].reshape(-1) for i in range(local)))
+
+
+def _reordered(plan, slot, parts):
+    num_rows = plan.source.shape[0]
+    slot = jnp.where(plan.slot < num_rows, slot, num_rows)
+    return dataclasses.replace(plan, slot=slot, source=jnp.concatenate(parts)), parts
 
 
 def _order(cell: Int[Array, "n"], weight: Float[Array, "n"], drop_by: str) -> tuple[Int[Array, "n"], Int[Array, "n"]]:

@@ -1,37 +1,110 @@
 """Cells through a transport: the driver that all_to_all and hierarchical share.
 
 E: experts in the layer, e: experts on this shard, s: shards along the expert axes, r: rows per expert and shard.
-A transport is a pair of functions, [E, r, d] -> [e, s*r, d] and its transpose; rows land expert-major, so that nothing is
-sorted or scattered after the exchange.
 """
 
+import dataclasses
 import itertools
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, Int
 
+from moejax.axes import axis_size
 from moejax.codec import Transport, carry
-from moejax.dispatch import combine, dispatch
+from moejax.dispatch import collect, combine, dispatch_parts, row_weights
 from moejax.exchange.wire import Wire, own_counts
+from moejax.experts import ApplyRows
+from moejax.plan import DispatchPlan, by_chunk, by_expert
 
 
-def through_cells(x, plan, experts, wire: Wire, transport: tuple[Transport, Transport]):
-    """x [t, d] -> (y [t, d], rows worked on here), in `wire.num_chunks` parts of the rows.
+@dataclasses.dataclass(frozen=True)
+class Route:
+    """A transport; without axes, each of its functions is the identity. It moves whole rows, of any shape [*d].
+
+    Attributes:
+      there: [E, r, *d] -> [e, s*r, *d]: rows land expert-major, so that nothing is sorted or scattered after it.
+      back: its transpose.
+      swap: [s, n, *d] -> [s, n, *d], block i to shard i; its own transpose.
+    """
+
+    there: Transport = lambda rows: rows
+    back: Transport = lambda rows: rows
+    swap: Transport = lambda rows: rows
+
+
+@dataclasses.dataclass(frozen=True)
+class _Parts:
+    """The send buffer, part by part.
+
+    Attributes:
+      plan: of the send buffer with the parts one after the other.
+      sources: plan.source of each part.
+      shape: of each part when it is sent, but for its rows: there they land in the experts' shape.
+      experts: of each part.
+      weights: of each part's rows where they land; an empty tuple where the token weighs.
+      there: the transport of a part.
+      back: its transpose.
+    """
+
+    plan: DispatchPlan
+    sources: tuple[Int[Array, "_"], ...]
+    shape: tuple[int, ...]
+    experts: list[ApplyRows]
+    weights: list[tuple[Float[Array, "..."], ...]]
+    there: Transport
+    back: Transport
+
+
+def through_cells(x, plan, experts, wire: Wire, route: Route):
+    """x [t, d] -> (y [t, d], rows worked on here), in `wire.num_chunks` parts of the rows, or a part per local expert.
 
     Part i + 1 crosses without waiting for the experts of part i (MPipeMoE), forward and backward. Who is dropped does not
-    depend on the number of parts: they cut the cells' rows, not the tokens.
+    depend on the parts: they cut the cells' rows or the experts, not the tokens.
     """
-    there, back = transport
+    weigh = wire.weigh_at == "expert"
+    d = x.shape[1]
     with jax.named_scope("moe/dispatch"):
-        sent = dispatch(x, plan)
-        bounds = np.unique(np.linspace(0, sent.shape[1], wire.num_chunks + 1).astype(int))  # no empty parts
-        parts = [sent[:, low:high] for low, high in itertools.pairwise(bounds)]
-        parts = [checkpoint_name(carry(part, there, back, wire.codecs), "moe/dispatch") for part in parts]
+        parts = (_each_expert if wire.exchange_by == "expert" else _chunks)(plan, experts, wire, route)
+        sent = dispatch_parts(x, parts.plan, parts.sources, clip=weigh)
+        sent = [part.reshape(*parts.shape, -1, d) for part in sent]
+        rows = [checkpoint_name(carry(part, parts.there, parts.back, wire.codecs), "moe/dispatch") for part in sent]
     with jax.named_scope("moe/experts"):
-        parts = [checkpoint_name(experts(part), "moe/experts") for part in parts]
+        landed = zip(parts.experts, rows, parts.weights, strict=True)
+        rows = [checkpoint_name(apply(part, *weight), "moe/experts") for apply, part, weight in landed]
     with jax.named_scope("moe/combine"):
-        parts = [checkpoint_name(carry(part, back, there, wire.codecs), "moe/combine") for part in parts]
-        y = combine(jnp.concatenate(parts, 1), plan)
+        rows = [checkpoint_name(carry(part, parts.back, parts.there, wire.codecs), "moe/combine") for part in rows]
+        rows = tuple(part.reshape(-1, d) for part in rows)
+        if weigh:
+            y = collect(rows, parts.plan, parts.sources)
+        else:
+            y = combine(jnp.concatenate(rows).reshape(plan.num_experts, -1, d), parts.plan)
     return y, own_counts(plan.group_sizes, wire.axes).sum()
+
+
+def _chunks(plan, experts, wire, route) -> _Parts:
+    """All experts' rows together, in `wire.num_chunks` parts."""
+    ordered, sources = by_chunk(plan, wire.num_chunks)
+    weights = [()] * len(sources)
+    if wire.weigh_at == "expert":
+        sent = row_weights(plan).reshape(plan.num_experts, -1)
+        landed = checkpoint_name(route.there(sent), "moe/dispatch")  # [e, s*r]
+        by_place = landed.reshape(landed.shape[0], -1, sent.shape[1])
+        ends = list(itertools.accumulate(source.shape[0] // plan.num_experts for source in sources))
+        weights = [(part.reshape(landed.shape[0], -1),) for part in jnp.split(by_place, ends[:-1], 2)]
+    shape = (plan.num_experts,)
+    return _Parts(ordered, sources, shape, [experts] * len(sources), weights, route.there, route.back)
+
+
+def _each_expert(plan, experts, wire, route) -> _Parts:
+    """Each local expert's rows by themselves: they land as one matrix, and no product has a batch dimension."""
+    shards = axis_size(wire.axes)
+    ordered, sources = by_expert(plan, shards)
+    weights = [()] * len(sources)
+    if wire.weigh_at == "expert":
+        landed = checkpoint_name(route.swap(row_weights(plan).reshape(shards, -1)), "moe/dispatch")  # [s, e*r]
+        weights = [(part.reshape(-1),) for part in jnp.split(landed, len(sources), 1)]
+    there = lambda rows: route.swap(rows).reshape(-1, *rows.shape[2:])
+    back = lambda rows: route.swap(rows.reshape(shards, -1, *rows.shape[1:]))
+    return _Parts(ordered, sources, (shards,), experts.apart(), weights, there, back)

@@ -6,14 +6,14 @@ S, F: devices along the slow and the fast axis, E = S*F*e experts, r: rows per e
 
 from jax import lax
 
-from moejax.exchange.cells import through_cells
+from moejax.exchange.cells import Route, through_cells
 from moejax.exchange.wire import Wire
 
 
 def hierarchical(x, plan, experts, wire: Wire):
     """x [t, d] -> (y [t, d], rows worked on here). `wire.axes` are (slow, fast); rows land as a flat all-to-all lands them."""
     if not wire.axes:
-        return through_cells(x, plan, experts, wire, (lambda rows: rows, lambda rows: rows))
+        return through_cells(x, plan, experts, wire, Route())
     slow, fast = wire.axes
     sizes = lax.axis_size(slow), lax.axis_size(fast)
 
@@ -29,4 +29,9 @@ def hierarchical(x, plan, experts, wire: Wire):
         rows = lax.all_to_all(rows, fast, 3, 1, tiled=True)
         return rows.reshape(-1, *rows.shape[3:])
 
-    return through_cells(x, plan, experts, wire, (there, back))
+    def swap(rows):  # [S*F, n, d] -> [S, F, n, d] and back
+        blocks = rows.reshape(*sizes, *rows.shape[1:])
+        blocks = lax.all_to_all(blocks, fast, 1, 1, tiled=True)
+        return lax.all_to_all(blocks, slow, 0, 0, tiled=True).reshape(rows.shape)
+
+    return through_cells(x, plan, experts, wire, Route(there, back, swap))

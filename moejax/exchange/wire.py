@@ -17,12 +17,16 @@ class Wire:
       codecs: names of the codecs, (forward, backward).
       num_chunks: in how many parts, so that one part's experts can work while the next part crosses.
       tokens: the axes that tokens are sharded over: what all shards must do alike is decided over them.
+      weigh_at: where combine weights multiply cells' rows, "token" or "expert" (see `moejax.exchange.form`).
+      exchange_by: what cells cross together, a "device"'s experts or those of one "expert".
     """
 
     axes: tuple[str, ...] = ()
     codecs: tuple[str, str] = ("plain", "plain")
     num_chunks: int = 1
     tokens: tuple[str, ...] = ()
+    weigh_at: str = "token"
+    exchange_by: str = "device"
 
 
 def own_counts(counts: Int[Array, "E"], axes: tuple[str, ...]) -> Int[Array, "e"]:

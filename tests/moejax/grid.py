@@ -173,9 +173,8 @@ def run(layer: Layer, where: Place, inputs: Inputs):
 
 def reference(layer: Layer, inputs: Inputs):
     """The one-device path, no mesh: what every sharded path must equal."""
-    return run(
-        dataclasses.replace(layer, cfg=dataclasses.replace(layer.cfg, exchange="all_to_all", num_chunks=1)), Place(), inputs
-    )
+    plain = {"exchange": "all_to_all", "num_chunks": 1, "weigh_at": "auto", "exchange_by": "auto"}
+    return run(dataclasses.replace(layer, cfg=dataclasses.replace(layer.cfg, **plain)), Place(), inputs)
 
 
 def assert_close(got, want, tolerance: float = TOLERANCE):

@@ -101,9 +101,9 @@ def test_each_direction_uses_its_own(forward, backward):
 
 
 @functools.cache
-def _layer(exchange, codec):
+def _layer(exchange, codec, **form):
     layer = grid.LAYERS["shared"]
-    return dataclasses.replace(layer, cfg=dataclasses.replace(layer.cfg, exchange=exchange, codec=codec))
+    return dataclasses.replace(layer, cfg=dataclasses.replace(layer.cfg, exchange=exchange, codec=codec, **form))
 
 
 def _worst(got, want):
@@ -119,16 +119,17 @@ CODED = [
     ("all_gather", "bf16"),
     ("ragged", ("int8", "fp8")),
 ]
+APART = {"weigh_at": "expert", "exchange_by": "expert"}
 
 
 # Of a layer's largest entry: a rounded row passes through a product of three.
 TOLERANCE = {"plain": grid.TOLERANCE, "bf16": 2.0**-5, "int8": 2.0**-4, "fp8": 2.0**-1}
 
 
-@pytest.mark.parametrize(("exchange", "codec"), CODED)
-def test_a_layer_under_a_codec_is_the_plain_one_rounded(exchange, codec):
-    where = grid.place("data2_expert4")
-    layer, inputs = _layer(exchange, codec), grid.draw(_layer(exchange, codec), 5, "random", "random")
+@pytest.mark.parametrize(("exchange", "codec", "form"), [*((*coded, {}) for coded in CODED), ("all_to_all", "int8", APART)])
+def test_a_layer_under_a_codec_is_the_plain_one_rounded(exchange, codec, form):
+    where, layer = grid.place("data2_expert4"), _layer(exchange, codec, **form)
+    inputs = grid.draw(layer, 5, "random", "random")
     got, want = grid.run(layer, where, inputs.garbage()), grid.reference(_layer("all_to_all", "plain"), inputs)
     forward, backward = layer.cfg.codecs
     grid.assert_replicas_equal(got)
@@ -139,12 +140,18 @@ def test_a_layer_under_a_codec_is_the_plain_one_rounded(exchange, codec):
 
 
 @pytest.mark.parametrize(
-    ("codec", "dtypes"),
-    [("plain", {"f32": 4}), (("plain", "bf16"), {"f32": 2, "u16": 2}), ("bf16", {"u16": 4}), ("int8", {"s8": 4, "f32": 4})],
+    ("codec", "form", "dtypes"),
+    [
+        ("plain", {}, {"f32": 4}),
+        (("plain", "bf16"), {}, {"f32": 2, "u16": 2}),
+        ("bf16", {}, {"u16": 4}),
+        ("bf16", {"weigh_at": "expert"}, {"u16": 4, "f32": 2}),  # weights are not rounded
+        ("int8", {}, {"s8": 4, "f32": 4}),
+    ],
     ids=str,
 )
-def test_encoded_rows_cross_as_integers(codec, dtypes):
-    layer, where = _layer("all_to_all", codec), grid.place("expert8")
+def test_encoded_rows_cross_as_integers(codec, form, dtypes):
+    layer, where = _layer("all_to_all", codec, **form), grid.place("expert8")
     args = where.put(layer.cfg, grid.draw(layer, 0, "random", "none"))
     with jax.set_mesh(where.mesh):
         text = jax.jit(functools.partial(grid.step, layer.cfg, where.rules)).lower(*args).compile().as_text()

@@ -84,6 +84,12 @@ BAD = [
     ({"extra_losses": (("entropy", -1.0),)}, r"extra_losses: weight -1.0 of 'entropy': needs a finite weight"),
     ({"extra_losses": (("load", 1.0),)}, r"extra_losses: 'load' with router='softmax': it is a loss of router 'noisy'"),
     ({"extra_losses": (("entropy", 1.0),) * 2}, r"extra_losses=.*: each name at most once"),
+    ({"weigh_at": "tokens"}, r"weigh_at='tokens': legal values are 'auto', 'token', 'expert' \(did you mean 'token'\?\)"),
+    ({"exchange_by": "layer"}, r"exchange_by='layer': legal values are 'auto', 'device', 'expert'"),
+    ({"weigh_at": "expert", "exchange": "all_gather"}, r"weigh_at of exchange='all_gather'='expert': legal .* 'auto', 'token'"),
+    ({"weigh_at": "token", "capacity": "pool"}, r"weigh_at of pools='token': legal values are 'auto', 'expert'"),
+    ({"exchange_by": "expert", "capacity": "pool"}, r"exchange_by of capacity='pool', .*='expert': legal values are 'auto', "),
+    ({"exchange_by": "expert", "num_chunks": 2}, r"num_chunks=2: exchange_by='expert' crosses in parts already; legal is 1"),
     ({"rebalance": "feplb"}, r"rebalance='feplb': only None is legal"),
 ]
 

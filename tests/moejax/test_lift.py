@@ -59,21 +59,26 @@ def gradient(lifted):
     return params, jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))
 
 
-@pytest.mark.parametrize("exchange", ["all_to_all", "weight_stream"])
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"exchange": "weight_stream"}, {"weigh_at": "expert", "exchange_by": "expert"}, {"weigh_at": "expert"}],
+    ids=str,
+)
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
-def test_nnx_experts_are_sharded_and_keep_their_gradients(axis_type, exchange):
+def test_nnx_experts_are_sharded_and_keep_their_gradients(axis_type, changes):
     params, run = gradient(as_experts(Gated, CFG, rngs=nnx.Rngs(0)))
     want = run(params, X)
     with jax.set_mesh(make_mesh(data=2, expert=4, axis_type=axis_type)):
-        params, run = gradient(as_experts(Gated, dataclasses.replace(CFG, exchange=exchange), rngs=nnx.Rngs(0)))
+        params, run = gradient(as_experts(Gated, dataclasses.replace(CFG, **changes), rngs=nnx.Rngs(0)))
         assert params["experts"]["up"]["kernel"].get_value().addressable_shards[0].data.shape == (2, 16, 8)
         got = run(params, X)
     for mine, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-5 * np.abs(theirs).max())
 
 
-def test_linen_experts_are_sharded_and_keep_their_gradients():
-    layer = as_experts(Biased(), CFG)
+@pytest.mark.parametrize("weigh_at", ["token", "expert"])
+def test_linen_experts_are_sharded_and_keep_their_gradients(weigh_at):
+    layer = as_experts(Biased(), dataclasses.replace(CFG, weigh_at=weigh_at))
     variables = jax.jit(layer.init)(jax.random.key(0), X)
     poisoned = jnp.where(VALID[..., None], X, jnp.nan)
 

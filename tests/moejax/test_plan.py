@@ -11,7 +11,7 @@ import pytest
 from hypothesis import strategies as st
 
 from moejax import Routing
-from moejax.plan import make_plan
+from moejax.plan import by_chunk, by_expert, make_plan
 from tests.moejax import oracle
 
 E = 6
@@ -103,3 +103,36 @@ def test_weights_get_gradients_only_where_kept():
         return (_compiled(1, 1, "weight")(jnp.zeros((3, 1), jnp.int32), weight, valid).weight * 2).sum()
 
     np.testing.assert_array_equal(jax.grad(loss)(jnp.array([[0.1], [0.9], [1.0]])), [[0], [2], [0]])
+
+
+def _cut(plan, by, number):
+    """The reordered plan's arrays and its parts, in NumPy, after checking that it is a permutation still."""
+    ordered, parts = jax.device_get(by(plan, number))
+    np.testing.assert_array_equal(np.concatenate(parts), ordered.source)
+    np.testing.assert_array_equal(ordered.slot == ordered.source.size, plan.slot == plan.source.shape[0])
+    pair = np.arange(ordered.slot.size).reshape(ordered.slot.shape)
+    kept = ordered.slot < ordered.source.size
+    np.testing.assert_array_equal(ordered.source[ordered.slot[kept]], pair[kept])
+    return parts
+
+
+@pytest.mark.parametrize("number", [1, 2, 3, 4, 9])
+def test_chunks_cut_every_experts_rows(number):
+    """Five rows an expert: as even as can be, never more chunks than rows."""
+    rng = np.random.default_rng(number)
+    expert = np.argsort(rng.random((20, E)), axis=1)[:, :3].astype(np.int32)
+    plan = _compiled(5, 1, "position")(expert, rng.random((20, 3), np.float32), np.ones(20, bool))
+    parts = [part.reshape(E, -1) for part in _cut(plan, by_chunk, number)]
+    np.testing.assert_array_equal(np.concatenate(parts, 1), np.asarray(plan.source).reshape(E, 5))
+    widths = [part.shape[1] for part in parts]
+    assert len(widths) == min(number, 5)
+    assert max(widths) - min(widths) <= 1
+
+
+@pytest.mark.parametrize("shards", [1, 2, 3, 6])
+def test_each_local_experts_rows_stand_together(shards):
+    rng = np.random.default_rng(shards)
+    expert = np.argsort(rng.random((20, E)), axis=1)[:, :3].astype(np.int32)
+    plan = _compiled(5, 1, "position")(expert, rng.random((20, 3), np.float32), np.ones(20, bool))
+    parts = [part.reshape(shards, 5) for part in _cut(plan, by_expert, shards)]
+    np.testing.assert_array_equal(np.stack(parts, 1).reshape(E, 5), np.asarray(plan.source).reshape(E, 5))

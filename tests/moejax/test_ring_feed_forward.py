@@ -22,6 +22,7 @@ CASES = [
     ("every_expert", "data2_fsdp2_tensor2", {"num_chunks": 2}),
     ("shared", "fsdp2_expert2_tensor2", {"exchange": "ragged"}),
     ("shared", "fsdp2_expert2_tensor2", {"capacity": "pool", "num_destinations": 2, "num_senders": 4}),
+    ("odd", "fsdp2_expert2_tensor2", {"weigh_at": "expert", "exchange_by": "expert"}),
     ("odd", "data2_expert4", {}),  # neither axis: the plain products
 ]
 

@@ -10,6 +10,7 @@ import pytest
 from layouts.hlo import read
 from moejax import AxisRules, MoEConfig, make_mesh
 from moejax.exchange.choose import choose_exchange
+from moejax.exchange.form import MAX_APART, TABLE, choose_form
 from tests.moejax import grid, hlo
 
 BOTH = AxisRules(expert=("data", "expert"))
@@ -26,6 +27,14 @@ CASES = [
     ("odd", "data2_expert4", BOTH, {"exchange": "ragged"}),
     ("many_senders", "data2_expert4", AxisRules(), {"exchange": "ragged"}),
     ("every_expert", "fsdp2_expert2_tensor2", AxisRules(), {"exchange": "ragged"}),
+    # In other forms: weights inside the experts, an exchange for each of 2, 1, 4 and 8 local experts.
+    ("odd", "data2_expert4", BOTH, {"exchange": "hierarchical", "weigh_at": "expert", "exchange_by": "expert"}),
+    ("odd", "data2_expert4", BOTH, {"exchange": "hierarchical", "weigh_at": "expert", "num_chunks": 2}),
+    ("many_senders", "expert8", AxisRules(), {"weigh_at": "expert", "exchange_by": "expert"}),
+    ("shared", "expert8", AxisRules(), {"weigh_at": "expert", "num_chunks": 2}),
+    ("every_expert", "fsdp2_expert2_tensor2", AxisRules(), {"weigh_at": "expert", "exchange_by": "expert"}),
+    ("shared", "data2_expert4", AxisRules(), {"weigh_at": "token", "exchange_by": "expert"}),
+    ("every_expert", "one", AxisRules(), {"weigh_at": "expert", "exchange_by": "expert"}),
 ]
 # What a device takes is bounded: every exchange drops the same, or nothing.
 BOUNDED = [
@@ -116,6 +125,37 @@ def test_streamed_weights_need_no_all_to_all():
 
 def test_chunks_cross_apart():
     assert len(hlo.collectives(_text("expert8", AxisRules(), num_chunks=2), "all-to-all")) == 8
+
+
+@pytest.mark.parametrize(("exchange_by", "count"), [("device", 6), ("expert", 10)])
+def test_weights_cross_by_themselves(exchange_by, count):
+    """Forward and backward: one small exchange of weights each, and of rows two each, for each of two local experts."""
+    text = _text("data2_expert4", AxisRules(), weigh_at="expert", exchange_by=exchange_by)
+    assert len(hlo.collectives(text, "all-to-all")) == count
+
+
+@pytest.mark.parametrize(
+    ("platform", "num_local", "changes", "form"),
+    [
+        ("cpu", 1, {}, ("token", "device")),
+        ("tpu", MAX_APART, {}, ("expert", "expert")),
+        ("tpu", MAX_APART + 1, {}, ("expert", "device")),
+        ("tpu", 1, {"num_chunks": 2}, ("expert", "device")),
+        ("tpu", 1, {"weigh_at": "token"}, ("token", "expert")),
+        ("gpu", 1, {}, ("expert", "device")),
+        ("gpu", 64, {"exchange_by": "expert"}, ("expert", "expert")),
+        ("tpu", 1, {"exchange": "weight_stream"}, ("token", "device")),
+        ("tpu", 1, {"capacity": "pool"}, ("token", "device")),
+    ],
+)
+def test_the_form_is_the_configs_or_the_hardwares(platform, num_local, changes, form):
+    cfg = _layer("odd", changes).cfg
+    found = choose_form(cfg, cfg.capacity, cfg.exchange, platform, num_local)
+    assert (found.weigh_at, found.exchange_by) == form
+
+
+def test_every_line_of_the_forms_has_its_evidence():
+    assert all(form.evidence for form in TABLE.values())
 
 
 @pytest.mark.parametrize(

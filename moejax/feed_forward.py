@@ -1,0 +1,130 @@
+"""The feed-forward of experts over their rows, with a backward of its own: what it keeps, and in which order it works.
+
+e: experts on this shard, r: rows of an expert, d: model width, f: expert width (this shard's part of it).
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float
+
+from moejax import axes as ax
+from moejax.remat import HIDDEN
+
+
+def _relu2(h):
+    return jnp.square(jax.nn.relu(h))
+
+
+NONLINEARITY = {"swiglu": jax.nn.silu, "geglu": jax.nn.gelu, "gelu": jax.nn.gelu, "relu2": _relu2}
+
+
+def feed_forward(
+    rows: Float[Array, "*e r d"],
+    weight: Float[Array, "*e r"] | None,
+    gate: Float[Array, "*e d f"] | None,
+    up: Float[Array, "*e d f"],
+    down: Float[Array, "*e f d"],
+    activation: str,
+) -> Float[Array, "*e r d"]:
+    """down(weight * act(up(x))), or down(weight * act(gate(x)) * up(x)) where gated, row by row.
+
+    Its backward keeps rows, weights and the products with gate and up, and computes the activation again.
+
+    Args:
+      rows: [e, r, d], or [r, d] of one expert.
+      weight: [e, r] float32 or None. A row of weight zero gives exact zeros and adds nothing to any weights' gradient,
+        whatever token it holds. The gradient of a weight is <act, dy down^T>: no output is kept for it.
+      gate: [e, d, f], None for ungated experts.
+      up: [e, d, f].
+      down: [e, f, d].
+      activation: a name from `NONLINEARITY`.
+    """
+    into = (up,) if gate is None else (gate, up)
+    return _feed_forward(activation, _one_pass(down), *ax.vary_alike((rows, weight, into, down)))
+
+
+def _one_pass(down) -> bool:
+    """Whether the backward makes activation and gradients in one pass, or the activation first, to be gone sooner.
+
+    Compiled for H100, f 14336 and d 4096: one pass 8.05 GB moved and 1.25 GiB, the other 8.63 and 0.98; f 1024 and
+    d 2048: 5.42 and 0.71, 5.58 and 0.63. For v5p one pass takes 54.3 Mcycles and 1.92 GiB, 9.67 and 0.67; the other
+    52.8 and 1.37, 9.29 and 0.67. (2026-12-01, `python -m benchmarks compiled_layer`)
+    """
+    return ax.platform() == "gpu" and down.shape[-2] > down.shape[-1]
+
+
+def weighed(x: Float[Array, "*r d"], weight: Float[Array, "*r"] | None) -> Float[Array, "*r d"]:
+    """Rows times their weights in float32; zeros for weight zero, whatever the row holds; the rows for None."""
+    if weight is None:
+        return x
+    weight = weight[..., None]
+    return jnp.where(weight == 0, 0, _wide(x) * weight).astype(x.dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _feed_forward(activation, one_pass, rows, weight, into, down):
+    return _forward(activation, one_pass, rows, weight, into, down)[0]
+
+
+def _forward(activation, one_pass, rows, weight, into, down):
+    products = tuple(checkpoint_name(rows @ matrix, HIDDEN) for matrix in into)
+    return _hidden(activation, products, weight) @ down, (rows, weight, into, down, products)
+
+
+def _backward(activation, one_pass, kept, dy):
+    """The gradients of matrices before that of rows: dy, the activation and its gradients are gone when that is made."""
+    rows, weight, into, down, (first, *others) = kept
+    # Behind the barrier, so that XLA computes the activation again instead of keeping it from the forward. What has been
+    # through one is not overwritten in place (H100), so it holds one of the products.
+    first, dy = lax.optimization_barrier((first, dy))
+    products = (first, *others)
+    hidden = _hidden(activation, products, weight)
+    if one_pass:
+        d_hidden = dy @ _transpose(down)
+        d_down = _transpose(hidden) @ dy
+    else:
+        d_down = _transpose(hidden) @ dy
+        dy, d_down = lax.optimization_barrier((dy, d_down))
+        d_hidden = dy @ _transpose(down)
+    d_products, d_weight = _d_hidden(activation, products, weight, d_hidden)
+    d_products, d_weight, d_down = lax.optimization_barrier((d_products, d_weight, d_down))
+    d_into = tuple(_transpose(rows) @ part for part in d_products)
+    d_products, d_into = lax.optimization_barrier((d_products, d_into))
+    d_rows = d_products[0] @ _transpose(into[0])
+    for part, matrix in zip(d_products[1:], into[1:], strict=True):
+        d_rows, part = lax.optimization_barrier((d_rows, part))
+        d_rows += part @ _transpose(matrix)
+    return d_rows, d_weight, d_into, d_down
+
+
+_feed_forward.defvjp(_forward, _backward)
+
+
+def _act(activation, *products):
+    hidden = NONLINEARITY[activation](products[0])
+    return hidden * products[1] if len(products) == 2 else hidden
+
+
+def _hidden(activation, products, weight):
+    return weighed(_act(activation, *_wide(products)), weight).astype(products[0].dtype)
+
+
+def _d_hidden(activation, products, weight, d_hidden):
+    """The gradients of the products and of the weights, in float32."""
+    hidden, pull = jax.vjp(functools.partial(_act, activation), *_wide(products))
+    d_hidden = _wide(d_hidden)
+    d_products = tuple(weighed(part, weight) for part in pull(d_hidden))
+    d_products = tuple(part.astype(products[0].dtype) for part in d_products)
+    return d_products, None if weight is None else (hidden * d_hidden).sum(-1).astype(weight.dtype)
+
+
+def _wide(tree):
+    return jax.tree.map(lambda leaf: leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32)), tree)
+
+
+def _transpose(x):
+    return jnp.swapaxes(x, -1, -2)
