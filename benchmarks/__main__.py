@@ -8,7 +8,16 @@ import jax
 
 from benchmarks import harness
 
-NAMES = ("moe_layer", "memory_tokens", "compile_depth", "compiled_layer", "grouped_matmul")
+NAMES = (
+    "moe_layer",
+    "ragged_layer",
+    "torch_layer",
+    "exchanges",
+    "memory_tokens",
+    "compile_depth",
+    "compiled_layer",
+    "grouped_matmul",
+)
 
 
 def main() -> None:

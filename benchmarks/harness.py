@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -35,6 +36,15 @@ def interleaved_seconds(runs: Mapping[str, Callable[[], Any]], rounds: int) -> d
             jax.block_until_ready(runs[name]())
             seconds[name].append(time.perf_counter() - start)
     return seconds
+
+
+def check_equal(ours: Any, theirs: Any, tolerance: float) -> None:
+    """Raises RuntimeError where two pytrees of arrays differ by more than `tolerance` of the largest number in a leaf."""
+    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(ours), jax.tree.leaves(theirs), strict=True):
+        a, b = np.asarray(a), np.asarray(b)
+        error = np.abs(a - b).max() / max(np.abs(b).max(), np.finfo(np.float32).tiny)
+        if not error <= tolerance:
+            raise RuntimeError(f"{jax.tree_util.keystr(path) or 'output'}: {error:.2g} apart, more than {tolerance}")
 
 
 def ratio(seconds: Mapping[str, Sequence[float]], over: str, under: str) -> dict[str, float]:
@@ -79,6 +89,8 @@ def measured_on() -> dict[str, Any]:
 
 
 def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
     if isinstance(value, float):
         return f"{value:.4g}"
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)

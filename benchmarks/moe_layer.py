@@ -1,82 +1,65 @@
 """The whole layer against the bare expert products that it cannot do without, at equal FLOPs.
 
-The plain product gets the layer's rows (padding included) already grouped: what the ratio says above 1 is routing,
-moving rows and adding them up. One device, float32. d: model width, f: expert width, k: experts per token.
+The plain product gets its rows already grouped: what a ratio says above 1 is routing, moving rows and adding them up.
+One device, float32. With capacity: over the product of all the rows that the capacity holds, padding included. Dropless:
+over the product of the true rows, T * k of them, under three loads. Even: each expert has as many tokens as the next.
+Uniform: tokens draw their experts. Worst: all tokens go to the same k experts, and the plain product is that of those.
 """
 
-import jax
-import jax.numpy as jnp
-from flax import nnx
-
 import moejax
-from benchmarks import harness
+from benchmarks import cases, harness
+from benchmarks.cases import Shape
 
-AIM = "ratio <= 1.3, forward and forward+backward, for 8 and for 64 experts"
-NUM_TOKENS, D_MODEL, D_FF, TOP_K = 2048, 256, 512, 2
-ROUNDS = 21
+AIM = "over the plain products: with capacity <= 1.25, dropless <= 1.5; worst load over even <= 1.3"
+CAPACITY_FACTOR = 1.25
+LOADS = {"even": cases.even, "uniform": cases.uniform, "worst": cases.worst}
+# Rounds of a shape: as many as it takes to see small differences of short runs, and no more than minutes of long ones.
+ROUNDS_GFLOP = 60
+MAX_ROUNDS = 21
 
 
 def run() -> list[dict]:
-    """A row per number of experts, capacity factor and direction."""
-    cases = [(num_experts, factor) for num_experts in (8, 64) for factor in (1.0, 1.25)]
-    return [row for case in cases for row in _case(*case)]
+    """A row per shape and direction."""
+    return [_row(shape, direction) for shape in cases.SHAPES for direction in cases.DIRECTIONS]
 
 
-def _case(num_experts: int, capacity_factor: float) -> list[dict]:
-    cfg = moejax.MoEConfig(
-        d_model=D_MODEL,
-        d_ff=D_FF,
-        num_experts=num_experts,
-        top_k=TOP_K,
-        capacity_factor=capacity_factor,
-        dtype="float32",
-    )
-    layer, plain = _layer(cfg), _plain(cfg)
-    rows = {}
-    for direction, wrap in (("forward", jax.jit), ("forward+backward", _with_gradients)):
-        runs = {name: _bound(wrap(fn), args) for name, (fn, args) in {"layer": layer, "plain": plain}.items()}
-        seconds = harness.interleaved_seconds(runs, ROUNDS)
-        rows[direction] = harness.median_seconds(seconds) | harness.ratio(seconds, "layer", "plain")
-    shape = {"num_experts": num_experts, "capacity_factor": capacity_factor}
-    return [{**shape, "direction": direction, **figures} for direction, figures in rows.items()]
+def rounds(shape: Shape) -> int:
+    """How many rounds a shape is run, an odd number of at least 5."""
+    gflop = 3 * 2 * shape.num_rows * shape.d_model * shape.d_ff / 1e9
+    return min(MAX_ROUNDS, max(5, round(ROUNDS_GFLOP / gflop) // 2 * 2 + 1))
 
 
-def _layer(cfg: moejax.MoEConfig):
-    graph, params, rest = nnx.split(moejax.MoELayer(cfg, rngs=nnx.Rngs(0)), nnx.Param, ...)
-    x = jax.random.normal(jax.random.key(1), (1, NUM_TOKENS, cfg.d_model))
-
-    def forward(params, x):
-        y, stats = nnx.merge(graph, params, rest)(x)
-        return y, stats.loss(cfg)
-
-    return forward, (params, x)
-
-
-def _plain(cfg: moejax.MoEConfig):
-    """SwiGLU over rows that are grouped already: as many rows an expert as the layer's capacity."""
-    num_rows = cfg.cell_rows(NUM_TOKENS)
-    keys = jax.random.split(jax.random.key(2), 4)
-    rows = jax.random.normal(keys[0], (cfg.num_experts, num_rows, cfg.d_model))
-    up, gate = (jax.random.normal(key, (cfg.num_experts, cfg.d_model, cfg.d_ff)) for key in keys[1:3])
-    down = jax.random.normal(keys[3], (cfg.num_experts, cfg.d_ff, cfg.d_model))
-
-    def forward(weights, rows):
-        hidden = jax.nn.silu(jnp.einsum("erd,edf->erf", rows, weights["gate"]))
-        hidden *= jnp.einsum("erd,edf->erf", rows, weights["up"])
-        return jnp.einsum("erf,efd->erd", hidden, weights["down"]), jnp.zeros(())
-
-    return forward, ({"up": up, "gate": gate, "down": down}, rows)
+def _row(shape: Shape, direction: str) -> dict:
+    seconds = harness.interleaved_seconds(_runs(shape, direction), rounds(shape))
+    over = lambda a, b: harness.ratio(seconds, a, b)["ratio"]
+    return {
+        **shape.columns(),
+        "direction": direction,
+        "plain_seconds": harness.median_seconds(seconds)["plain_seconds"],
+        "capacity": over("capacity", "plain_capacity"),
+        "dropless": over("even", "plain"),
+        "dropless_uniform": over("uniform", "plain"),
+        "dropless_worst": over("worst", "plain_worst"),
+        "worst_over_even": over("worst", "even"),
+        "rounds": rounds(shape),
+    }
 
 
-def _with_gradients(forward):
-    """Outputs and the gradients of every argument, from a cotangent that depends on the output."""
+def _runs(shape: Shape, direction: str) -> dict:
+    wrap, params = cases.DIRECTIONS[direction], cases.weights(shape)
+    capacity = shape.config(capacity_factor=CAPACITY_FACTOR)
+    with_capacity, dropless = wrap(cases.layer(capacity)), wrap(cases.layer(shape.config(**cases.DROPLESS)))
+    plain = wrap(cases.products)
+    experts = {name: value for name, value in params.items() if name != "router"}
+    groups = lambda num_groups, num_rows: cases.bound(plain, experts, cases.grouped(shape, num_groups, num_rows))
+    runs = {load: cases.bound(dropless, params, cases.tokens(shape, draw)) for load, draw in LOADS.items()}
+    return runs | {
+        "capacity": cases.bound(with_capacity, params, cases.tokens(shape, cases.uniform)),
+        "plain": groups(shape.num_experts, shape.num_rows // shape.num_experts),
+        "plain_worst": groups(shape.top_k, shape.num_tokens),
+        "plain_capacity": groups(shape.num_experts, _cell_rows(capacity, shape)),
+    }
 
-    def loss(params, x):
-        y, extra = forward(params, x)
-        return jnp.square(y).mean() + extra, y
 
-    return jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))
-
-
-def _bound(fn, args):
-    return lambda: fn(*args)
+def _cell_rows(cfg: moejax.MoEConfig, shape: Shape) -> int:
+    return cfg.cell_rows(shape.num_tokens)

@@ -13,12 +13,12 @@ ROOT = Path(__file__).parent.parent
 ROOMS = ("moejax", "layouts", "train")
 LIBRARY = {"flax", "jax", "jaxtyping", "numpy", "optax"}
 # What each room may import besides the standard library and itself; None: anything but the rooms not named.
-# tokamax is an extra, and brings absl.
+# Extras: tokamax, which brings absl; torch and transformers to compare with.
 ALLOWED = {
     "moejax": LIBRARY | {"tokamax", "absl"},
     "layouts": None,
     "train": None,
-    "benchmarks": LIBRARY | {"moejax", "layouts"},
+    "benchmarks": LIBRARY | {"moejax", "layouts", "torch", "transformers"},
 }
 BELOW = {"moejax": set(), "layouts": {"moejax"}, "train": {"moejax", "layouts"}, "benchmarks": {"moejax", "layouts"}}
 
