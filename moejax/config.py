@@ -223,19 +223,6 @@ class MoEConfig:
                 f"exchange_by of capacity={self.capacity!r}, exchange={self.exchange!r}", self.exchange_by, ("auto", "device")
             )
 
-    def _check_extra_losses(self):
-        pairs = self.extra_losses
-        if not isinstance(pairs, tuple) or not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
-            raise ValueError(f"extra_losses={pairs!r}: needs a tuple of pairs (name, weight)")
-        for name, weight in pairs:
-            one_of("extra_losses", name, EXTRA_LOSSES)
-            if not _is_number(weight) or not 0 <= weight < math.inf:
-                raise ValueError(f"extra_losses: weight {weight!r} of {name!r}: needs a finite weight of at least 0")
-            if name == "load" and not isinstance(self.router_rule, TwoMatrices):
-                raise ValueError(f"extra_losses: 'load' with router={self.router!r}: it is a loss of router 'noisy'")
-        if len({name for name, _ in pairs}) < len(pairs):
-            raise ValueError(f"extra_losses={pairs!r}: each name at most once")
-
     def _check_pool(self):
         if self.capacity == "pool":
             one_of("exchange of pools", self.exchange, ("all_to_all", "auto"))

@@ -90,17 +90,6 @@ BAD = [
     ({"weigh_at": "token", "capacity": "pool"}, r"weigh_at of pools='token': legal values are 'auto', 'expert'"),
     ({"exchange_by": "expert", "capacity": "pool"}, r"exchange_by of capacity='pool', .*='expert': legal values are 'auto', "),
     ({"exchange_by": "expert", "num_chunks": 2}, r"num_chunks=2: exchange_by='expert' crosses in parts already; legal is 1"),
-    ({"router": Grouped(3, 2)}, r"num_groups=3 does not divide num_experts=4: legal are 1, 2, 4"),
-    ({"router": Grouped(4, 1)}, r"top_k=2: 1 of 4 groups hold 1 experts, the most legal"),
-    ({"router": "prototype", "top_k": 3}, r"top_k=3 prototypes do not divide num_experts=4: legal are 1, 2, 4"),
-    ({"router": Queue((1.0, 2.0, 1.0))}, r"rates of 3 devices do not divide num_experts=4: legal are 1, 2, 4"),
-    ({"jitter": 1}, r"jitter=1: needs a number of at least 0 and below 1"),
-    ({"jitter": "0.1"}, r"jitter='0.1': needs a number of at least 0 and below 1"),
-    ({"extra_losses": "entropy"}, r"extra_losses='entropy': needs a tuple of pairs \(name, weight\)"),
-    ({"extra_losses": (("entrpy", 1.0),)}, r"extra_losses='entrpy': legal values are .*did you mean 'entropy'\?"),
-    ({"extra_losses": (("entropy", -1.0),)}, r"extra_losses: weight -1.0 of 'entropy': needs a finite weight"),
-    ({"extra_losses": (("load", 1.0),)}, r"extra_losses: 'load' with router='softmax': it is a loss of router 'noisy'"),
-    ({"extra_losses": (("entropy", 1.0),) * 2}, r"extra_losses=.*: each name at most once"),
     ({"rebalance": "feplb"}, r"rebalance='feplb': only None is legal"),
 ]
 
