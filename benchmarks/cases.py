@@ -14,7 +14,7 @@ import numpy as np
 import moejax
 
 # The layer that drops nothing, as a user would ask for it on one device.
-DROPLESS: dict[str, Any] = {"capacity": "pool", "capacity_factor": None}
+DROPLESS: dict[str, Any] = {"capacity_factor": None}
 # Random logits [T, E] that make a load.
 Load = Callable[[np.random.Generator, "Shape"], np.ndarray]
 # Added to the logits of the experts that are to be chosen: far above the deviation, 1, of what it is added to.

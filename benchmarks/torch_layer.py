@@ -6,6 +6,7 @@ of the rest is the compiler's own matrix product: XLA's bare products, on groupe
 dense product of the same FLOPs, jnp.dot over torch.mm.
 """
 
+import importlib
 import importlib.util
 from typing import Any
 
@@ -33,15 +34,14 @@ def unavailable() -> str | None:
 
 def run() -> list[dict]:
     """A row per shape and direction."""
-    import torch
-
-    torch.set_num_threads(harness.measured_on()["num_cores"])
+    _torch().set_num_threads(harness.measured_on()["num_cores"])
     return [_row(shape, direction) for shape in cases.SHAPES for direction in cases.DIRECTIONS]
 
 
 def _row(shape: Shape, direction: str) -> dict:
     runs = _runs(shape, direction)
-    harness.check_equal(*(_outputs(runs[name](), name, direction) for name in NAMES), TOLERANCE)
+    layer, block = (_outputs(runs[name](), name, direction) for name in NAMES)
+    harness.check_equal(layer, block, TOLERANCE)
     seconds = harness.interleaved_seconds(runs, ROUNDS)
     over = lambda a, b: harness.ratio(seconds, a, b)["ratio"]
     medians = harness.median_seconds({name: seconds[name] for name in NAMES})
@@ -77,9 +77,7 @@ def _outputs(found: Any, name: str, direction: str) -> tuple:
 
 def _block(shape: Shape, params, x, gradients: bool):
     """A run of the block: y, and where asked the gradients of its parameters, in its own layout, and of its tokens."""
-    import torch
-    from transformers.models.mixtral import modeling_mixtral
-
+    torch, modeling_mixtral = _torch(), importlib.import_module("transformers.models.mixtral.modeling_mixtral")
     config = modeling_mixtral.MixtralConfig(
         hidden_size=shape.d_model,
         intermediate_size=shape.d_ff,
@@ -106,13 +104,14 @@ def _block(shape: Shape, params, x, gradients: bool):
 
 
 def _mm(a, b):
-    import torch
-
     a, b = _tensor(a), _tensor(b)
-    return lambda: torch.mm(a, b)
+    return lambda: _torch().mm(a, b)
 
 
 def _tensor(value):
-    import torch
+    return _torch().from_numpy(np.array(value))
 
-    return torch.from_numpy(np.array(value))
+
+def _torch() -> Any:
+    """The package, which only this benchmark needs."""
+    return importlib.import_module("torch")

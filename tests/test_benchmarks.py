@@ -5,11 +5,18 @@ import json
 import time
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from benchmarks import compiled_layer, harness
+import moejax
+from benchmarks import cases, compiled_layer, exchanges, harness, memory_tokens, moe_layer, ragged_layer, torch_layer
 from benchmarks.__main__ import NAMES
+from benchmarks.cases import Shape
+from moejax import config
+
+SHAPE = Shape(num_tokens=64, d_model=32, d_ff=48, top_k=2, num_experts=16)
 
 
 def test_rounds_are_interleaved_and_turn_around():
@@ -62,8 +69,125 @@ def test_every_benchmark_states_its_aim(name):
 
 
 def test_every_benchmark_is_listed():
-    modules = {path.stem for path in Path(harness.__file__).parent.glob("*.py")} - {"__init__", "__main__", "harness"}
+    modules = {path.stem for path in Path(harness.__file__).parent.glob("*.py")} - {"__init__", "__main__", "harness", "cases"}
     assert modules == set(NAMES)
+
+
+def test_unlike_numbers_are_refused():
+    ours = {"y": jnp.array([1.0, 2.0])}
+    harness.check_equal(ours, {"y": np.array([1.0, 2.00001])}, 1e-4)
+    for wrong in ([1.0, 2.1], [1.0, float("nan")]):
+        with pytest.raises(RuntimeError, match=r"'y'.*apart, more than 0.0001"):
+            harness.check_equal(ours, {"y": np.array(wrong)}, 1e-4)
+
+
+@jax.jit
+def stats_of(params, x):
+    return moejax.moe(params, x, None, None, cfg=SHAPE.config(**cases.DROPLESS))[1]
+
+
+def routed(load) -> np.ndarray:
+    """Tokens per expert under a load, by the layer's own stats."""
+    stats = stats_of(cases.weights(SHAPE), cases.tokens(SHAPE, load))
+    assert stats.num_dropped == 0
+    return np.asarray(stats.tokens_per_expert)
+
+
+def test_loads():
+    assert (routed(cases.even) == SHAPE.num_rows // SHAPE.num_experts).all()
+    assert sorted(routed(cases.worst))[-3:] == [0, SHAPE.num_tokens, SHAPE.num_tokens]
+    uniform, zipf = routed(cases.uniform), routed(cases.zipf)
+    assert uniform.sum() == zipf.sum() == SHAPE.num_rows
+    assert zipf.argmax() == 0
+    assert zipf.max() > 2 * uniform.max()
+
+
+def test_moe_layer_rows(monkeypatch):
+    monkeypatch.setattr(cases, "SHAPES", (SHAPE,))
+    monkeypatch.setattr(cases, "DIRECTIONS", {"forward": jax.jit})
+    monkeypatch.setattr(moe_layer, "MAX_ROUNDS", 3)
+    (row,) = moe_layer.run()
+    assert (row["T"], row["E"], row["rounds"]) == (64, 16, 3)
+    assert min(row[name] for name in ("plain_seconds", "capacity", "dropless", "dropless_worst", "worst_over_even")) > 0
+
+
+def test_rounds_follow_the_work():
+    assert [moe_layer.rounds(shape) for shape in cases.SHAPES] == [19, 19, 5]
+
+
+def test_ragged_layer_rows(monkeypatch):
+    """Its outputs and gradients are compared inside."""
+    monkeypatch.setattr(ragged_layer, "SHAPES", (SHAPE,))
+    monkeypatch.setattr(cases, "DIRECTIONS", {"forward+backward": cases.with_gradients})
+    monkeypatch.setattr(ragged_layer, "ROUNDS", 3)
+    (row,) = ragged_layer.run()
+    assert row["ratio"] > 0
+
+
+def test_torch_layer_says_what_it_lacks(monkeypatch):
+    monkeypatch.setattr(torch_layer, "PACKAGES", ("no_such_package", "jax"))
+    assert (torch_layer.unavailable() or "").startswith("no no_such_package here: install")
+
+
+def test_torch_layer_rows(monkeypatch):
+    if torch_layer.unavailable():
+        pytest.skip("the extra `bench` is not installed")
+    monkeypatch.setattr(cases, "SHAPES", (SHAPE,))
+    monkeypatch.setattr(torch_layer, "ROUNDS", 3)
+    assert [row["direction"] for row in torch_layer.run()] == ["forward", "forward+backward"]
+
+
+def test_memory_rows(monkeypatch):
+    """Counted without running anything."""
+    bytes_of = {1024: 40_000_000, 4096: 120_000_000}
+    monkeypatch.setattr(memory_tokens, "NUM_TOKENS", tuple(bytes_of))
+    monkeypatch.setattr(memory_tokens, "LAYERS", {"dropless": cases.DROPLESS})
+    monkeypatch.setattr(memory_tokens, "_temp_bytes", lambda name, shape: bytes_of[shape.num_tokens])
+    small, large = memory_tokens.run()
+    assert large["over_rows"] == pytest.approx(120_000_000 / (4096 * 4 * 2 * (256 + 512)))
+    assert (small["a_token_over_least"], large["a_token_over_least"]) == (pytest.approx(4 / 3), 1)
+
+
+@pytest.fixture
+def few_ways(monkeypatch):
+    """Two ways across one mesh, at a small shape."""
+    ways = {
+        "cells": {"exchange": "all_to_all"},
+        "pools": {"capacity": "pool"},
+        "none": {"capacity": "pool", "exchange": "ragged"},
+    }
+    monkeypatch.setattr(exchanges, "SHAPES", (SHAPE,))
+    monkeypatch.setattr(exchanges, "MESHES", {"expert 8": exchanges.Setting({"expert": 8})})
+    monkeypatch.setattr(exchanges, "WAYS", {"expert 8": ways})
+    monkeypatch.setattr(exchanges, "ROUNDS", 3)
+    monkeypatch.setattr(cases, "DIRECTIONS", {"forward": jax.jit})
+
+
+def test_exchanges_rows(few_ways, monkeypatch):
+    """What is measured, what is counted, and what is left out for which reason; the outputs are compared inside."""
+    monkeypatch.setattr(exchanges, "LOADS", {"zipf": (cases.zipf, None)})
+    cells, pools, none = exchanges.rows()
+    assert cells["products"] == pytest.approx(8, rel=0.02)  # a cell as long as the sender's tokens, and the router
+    assert cells["ratio"] > 0
+    assert pools["products"] is None
+    assert pools["ratio"] > 0
+    assert none["ratio"] is None
+    assert "exchange" in none["left_out"]
+    assert set(cells) == set(pools) == set(none)
+
+
+def test_exchanges_leave_out_what_is_mostly_padding(few_ways, monkeypatch):
+    monkeypatch.setattr(exchanges, "LOADS", {"uniform": (cases.uniform, 1.25)})
+    monkeypatch.setattr(exchanges, "MAX_PRODUCTS", 1.2)
+    cells, pools, _ = exchanges.rows()
+    assert cells["ratio"] is None
+    assert cells["left_out"] == "more than 1.2 times the true products"
+    assert pools["ratio"] > 0
+
+
+def test_exchanges_know_every_way():
+    known = {settings["exchange"] for ways in exchanges.WAYS.values() for settings in ways.values() if "exchange" in settings}
+    assert known == set(config.EXCHANGES) - {"auto"}
 
 
 def test_compiled_layer_rows(monkeypatch):
