@@ -95,13 +95,10 @@ class MoEConfig:
         experts of one part can work while the next one crosses; divides the tokens of a shard.
       overlap: over embed (FSDP) axes each shard's part of the expert weights goes round a ring while others are
         multiplied, and their gradients come home so, in place of an all-gather before and a reduce-scatter after
-        (`moejax.overlapped`). Without such axes the products are the plain ones. It never changes the answer. Not for
-        "weight_stream" and overflow "fallback", which send weights round already.
-      weigh_at: where combine weights multiply cells' rows ("all_to_all", "hierarchical"): at the "token", when they are
-        back, or in the "expert", where a small all-to-all takes the weights: no output is then kept for the backward.
-        Pools weigh in the experts. "auto" chooses by hardware (`moejax.exchange.form`).
-      exchange_by: what cells cross together ("all_to_all", "hierarchical"): a "device"'s, or those of one local "expert",
-        in an all-to-all of their own, while the experts before it can work; "auto" chooses by hardware.
+        (`moejax.overlapped`). Over mlp (tensor) axes the outputs of "all_to_all" and "hierarchical" cells, and of the shared
+        experts, are made and sent in parts by columns, and the partial sums go round meanwhile, in place of an
+        all-reduce; other exchanges, and the backward, keep that. Without such axes the products are the plain ones. It
+        never changes the answer. Not for "weight_stream" and overflow "fallback", which send weights round already.
       activation: "swiglu" and "geglu" (gated), "gelu", "relu2" (squared ReLU, ungated).
       num_shared_experts: experts of width d_ff that every token goes through, besides the routed ones.
       aux_loss: weight of the load-balance loss in `RoutingStats.loss`.

@@ -15,7 +15,7 @@ from moejax.grouped_matmul import grouped_glu, grouped_matmul
 from moejax.permute import unstack
 from moejax.pytree import pytree
 from moejax.remat import HIDDEN
-from moejax.ring_feed_forward import ring_feed_forward
+from moejax.ring_feed_forward import Spread, ring_feed_forward
 
 GATED = ("swiglu", "geglu")
 ApplyRows = Callable[..., Array]
@@ -37,6 +37,7 @@ class GroupedExperts:
       activation: a name from `NONLINEARITY`.
       ring: mesh axes that width d of the weights is still divided over; the parts go round while others are multiplied
         (see `moejax.ring_feed_forward`).
+      sums: mesh axes that f is divided over, where outputs are to be in parts by columns, for `moejax.ring_sum`.
     """
 
     up: Float[Array, "e d f"]
@@ -44,8 +45,9 @@ class GroupedExperts:
     gate: Float[Array, "e d f"] | None
     activation: str = dataclasses.field(metadata={"static": True})
     ring: tuple[str, ...] = dataclasses.field(default=(), metadata={"static": True})
+    sums: tuple[str, ...] = dataclasses.field(default=(), metadata={"static": True})
 
-    def __call__(self, rows: Float[Array, "e r d"], weight: Float[Array, "e r"] | None = None) -> Float[Array, "e r d"]:
+    def __call__(self, rows: Float[Array, "e r d"], weight: Float[Array, "e r"] | None = None):
         """[e, r, d] -> [e, r, d], row by row; a zero row gives a zero row. With f split, the partial sum over this part.
 
         Args:
@@ -59,8 +61,9 @@ class GroupedExperts:
         return [functools.partial(self._through, weights) for weights in unstack((self.gate, self.up, self.down))]
 
     def _through(self, weights, rows, weight=None):
-        if self.ring:
-            return ring_feed_forward(rows, weights, NONLINEARITY[self.activation], embed=self.ring, row_weight=weight)
+        if self.ring or self.sums:
+            spread = Spread(embed=self.ring, columns=self.sums)
+            return ring_feed_forward(rows, weights, NONLINEARITY[self.activation], spread, row_weight=weight)
         gate, up, down = weights
         return feed_forward(rows, weight, gate, up, down, self.activation)
 
@@ -75,7 +78,7 @@ class GroupedExperts:
         act = NONLINEARITY[self.activation]
         if self.ring:
             weights, options = (self.gate, self.up, self.down), {"row_weight": row_weight, "group_sizes": group_sizes}
-            return ring_feed_forward(rows, weights, act, embed=self.ring, **options)
+            return ring_feed_forward(rows, weights, act, Spread(embed=self.ring), **options)
         if self.gate is None:
             hidden = act(checkpoint_name(grouped_matmul(rows, self.up, group_sizes), HIDDEN))
         else:

@@ -99,6 +99,8 @@ def check_layer(cfg: MoEConfig, rules: AxisRules, mesh) -> ShardAxes:
     ax.check_divides("num_experts", cfg.num_experts, axes.expert, mesh)
     ax.check_divides("d_model", cfg.d_model, axes.embed, mesh)
     ax.check_divides("d_ff", cfg.d_ff, axes.mlp, mesh)
+    if cfg.overlap:
+        ax.check_divides("d_model", cfg.d_model, axes.embed + axes.mlp, mesh)
     if cfg.num_senders is not None:
         ax.check_divides("num_senders", cfg.num_senders, axes.tokens, mesh)
     if cfg.capacity == "pool" or (cfg.receive_factor is not None and cfg.overflow == "drop"):

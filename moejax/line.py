@@ -18,7 +18,7 @@ from jaxtyping import Array, Float
 
 from moejax import axes as ax
 from moejax.axes import ShardAxes
-from moejax.config import MoEConfig
+from moejax.config import CHUNKED, MoEConfig
 from moejax.context import RoutingContext
 from moejax.exchange import EXCHANGES, Wire
 from moejax.exchange.choose import choose_exchange
@@ -32,6 +32,7 @@ from moejax.plan import DispatchPlan, place_in_cells, rank_pairs
 from moejax.pool import PoolPlan, make_pool_plan
 from moejax.pytree import pytree
 from moejax.receive import take_in
+from moejax.ring_sum import sum_round
 from moejax.route import route
 from moejax.routing import PerSequence, Tokens
 from moejax.stats import RoutingStats
@@ -96,19 +97,26 @@ class Line:
             plan = self.plan(routing, valid, name)
         inside = ax.vary_over(x, axes.mlp).astype(cfg.dtype)
         plan = dataclasses.replace(plan, weight=ax.vary_over(plan.weight, axes.mlp))
-        y, num_rows = EXCHANGES[self.rows_stand(name), name](inside, plan, self.experts(params), self.wire(name))
+        sums = self.sums_round(name)
+        y, num_rows = EXCHANGES[self.rows_stand(name), name](inside, plan, self.experts(params, sums), self.wire(name))
         if cfg.num_shared_experts:
             with jax.named_scope("moe/shared"):
-                y += _grouped(params, "shared", cfg, axes)(inside[None])[0]
+                shared = _grouped(params, "shared", cfg, axes, sums)(inside[None])
+                y = jax.tree.map(lambda routed, shared: routed + shared[0], y, shared)
         # Zeros already; the mask keeps a padded row's cotangent, whatever it is, out of all gradients.
-        y = jnp.where(valid[:, None], y, 0)
-        y = ax.sum_over(y, axes.mlp).astype(x.dtype)
-        return y, self.stats(routing, plan, tokens, num_rows)
+        y = jax.tree.map(lambda part: jnp.where(valid[:, None], part, 0), y)
+        y = sum_round(y, sums, ax.axis_size(axes.embed)) if sums else ax.sum_over(y, axes.mlp)
+        return y.astype(x.dtype), self.stats(routing, plan, tokens, num_rows)
 
-    def experts(self, params) -> GroupedExperts | LiftedExperts:
+    def sums_round(self, exchange: str) -> tuple[str, ...]:
+        """The mlp axes, where outputs come in parts by columns, whose sums over these axes overlap; else they are one sum."""
+        in_parts = self.cfg.overlap and exchange in CHUNKED and self.rows_stand(exchange) == "cell"
+        return self.axes.mlp if in_parts else ()
+
+    def experts(self, params, sums: tuple[str, ...]) -> GroupedExperts | LiftedExperts:
         """This shard's experts, ready for their rows."""
         if self.apply_expert is None:
-            return _grouped(params, "expert", self.cfg, self.axes)
+            return _grouped(params, "expert", self.cfg, self.axes, sums)
         return LiftedExperts(ax.vary_over(params["experts"], self.axes.tokens), self.apply_expert)
 
     def exchange(self, num_tokens: int) -> str:
@@ -212,7 +220,7 @@ def _straggler(num_rows, axes: tuple[str, ...]):
     return lax.pmax(rows, axes) - lax.pmean(rows, axes) if axes else jnp.zeros_like(rows)
 
 
-def _grouped(params: dict[str, Any], prefix: str, cfg: MoEConfig, axes: ShardAxes) -> GroupedExperts:
+def _grouped(params: dict[str, Any], prefix: str, cfg: MoEConfig, axes: ShardAxes, sums: tuple[str, ...]) -> GroupedExperts:
     """This shard's experts, whole in width d and in the compute dtype; under `overlap` as they are, to go round a ring.
 
     Marked as varying over the token axes before the cast, so that gradients are summed over them in param_dtype.
@@ -229,4 +237,4 @@ def _grouped(params: dict[str, Any], prefix: str, cfg: MoEConfig, axes: ShardAxe
         return lax.all_gather(weights, axes.embed, axis=LOGICAL_AXES[name].index("embed"), tiled=True)
 
     named = {name: ready(name) for name in LOGICAL_AXES if f"{prefix}_{name}" in params}
-    return GroupedExperts(activation=cfg.activation, ring=ring, **{"gate": None, **named})
+    return GroupedExperts(activation=cfg.activation, ring=ring, sums=sums, **{"gate": None, **named})

@@ -274,7 +274,7 @@ def _visit_all(own: Array, axes: tuple[str, ...], visit: Callable[[Any, Array, A
 
     def turn(carry, distance):
         found, from_below, from_above = carry
-        from_below, from_above = _pass_on(from_below, axes, 1), _pass_on(from_above, axes, -1)
+        from_below, from_above = pass_on(from_below, axes, 1), pass_on(from_above, axes, -1)
         found = visit(found, from_below, (me - distance) % size)
         return (visit(found, from_above, (me + distance) % size), from_below, from_above), None
 
@@ -282,7 +282,7 @@ def _visit_all(own: Array, axes: tuple[str, ...], visit: Callable[[Any, Array, A
     (found, from_below, _), _ = lax.scan(turn, start, jnp.arange(1, (size + 1) // 2), unroll=WRITTEN_OUT)
     if size % 2:
         return found
-    return visit(found, _pass_on(from_below, axes, 1), (me + size // 2) % size)
+    return visit(found, pass_on(from_below, axes, 1), (me + size // 2) % size)
 
 
 def _sum_home(contribution: Callable[[Any], Array], axes: tuple[str, ...], travel) -> Array:
@@ -293,15 +293,16 @@ def _sum_home(contribution: Callable[[Any], Array], axes: tuple[str, ...], trave
 
     def turn(carry, distance):
         going_up, going_down = add(carry[0], me + distance), add(carry[1], me - distance)
-        return (_pass_on(going_up, axes, 1), _pass_on(going_down, axes, -1)), None
+        return (pass_on(going_up, axes, 1), pass_on(going_down, axes, -1)), None
 
     none = ax.vary_over(jnp.zeros(own.shape, travel), sorted(ax.varying(own)))
-    going_up = none if size % 2 else _pass_on(add(none, me + size // 2), axes, 1)
+    going_up = none if size % 2 else pass_on(add(none, me + size // 2), axes, 1)
     partial, _ = lax.scan(turn, (going_up, none), jnp.arange((size - 1) // 2, 0, -1), unroll=WRITTEN_OUT)
     return own + sum(part.astype(own.dtype) for part in partial)
 
 
-def _pass_on(part: Array, axes: tuple[str, ...], step: int) -> Array:
+def pass_on(part: Array, axes: tuple[str, ...], step: int) -> Array:
+    """The part of the shard `step` places below this one on the ring."""
     size = ax.axis_size(axes)
     return lax.ppermute(part, axes, [(i, (i + step) % size) for i in range(size)])
 

@@ -1,9 +1,11 @@
 """The feed-forward whose weights stay divided over the embed axes, and tokens over the mlp axes: rings in both products.
 
-d: model width, D: this shard's part of it, f: hidden width (this shard's part of it), r: rows, m: shards along the mlp axes.
+d: model width, D: this shard's part of it, f: hidden width (this shard's part of it), r: rows.
 """
 
+import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,20 +17,36 @@ from moejax import axes as ax
 from moejax.axes import AxisRules
 from moejax.overlapped import DOT, GROUPED, apply, ring
 from moejax.remat import HIDDEN
+from moejax.ring_sum import split_round
 
 Activation = Callable[[Array], Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class Spread:
+    """How a feed-forward is divided over mesh axes.
+
+    Attributes:
+      embed: the axes that the model width of the weights is divided over.
+      rows: the mlp axes, which divide the hidden width, where they are to divide the rows too; () where all shards have
+        the same rows.
+      columns: the mlp axes, where the result is to be in parts, its columns in the order of `moejax.ring_sum`: partial sums.
+    """
+
+    embed: tuple[str, ...] = ()
+    rows: tuple[str, ...] = ()
+    columns: tuple[str, ...] = ()
 
 
 def ring_feed_forward(
     rows: Float[Array, "... r d"],
     weights: tuple[Float[Array, "... D f"] | None, Float[Array, "... D f"], Float[Array, "... f D"]],
     act: Activation,
+    spread: Spread,
     *,
-    embed: tuple[str, ...],
-    mlp: tuple[str, ...] = (),
     row_weight: Float[Array, "... r"] | None = None,
     group_sizes: Int[Array, "e"] | None = None,
-) -> Float[Array, "... r d"]:
+):
     """down(act(up(x))), or down(act(gate(x)) * up(x)) where gated, in the dtype of the rows. Per shard.
 
     While one part of the weights is multiplied the next ones are on their way round the embed axes; so are, round the mlp
@@ -36,23 +54,29 @@ def ring_feed_forward(
     the first product's result, and computes the activation again. Gradients of weights are summed in their own dtype.
 
     Args:
-      rows: [..., r, d]; over mlp axes r / m of them, each shard its own.
+      rows: [..., r, d]; where mlp axes divide them, each shard's own.
       weights: gate [..., D, f] or None, up [..., D, f], down [..., f, D].
       act: elementwise.
-      embed: the axes that the model width of the weights is divided over.
-      mlp: the axes that the hidden width is divided over, and the rows too.
-      row_weight: [..., r] factors of the result's rows, whose gradient needs no result to be kept; without mlp axes only.
-      group_sizes: [e] for rows of all experts in one array [R, d], grouped by expert; without mlp axes only.
+      spread: the axes.
+      row_weight: [..., r] factors of the result's rows, whose gradient needs no result to be kept; for undivided rows.
+      group_sizes: [e] for rows of all experts in one array [R, d], grouped by expert; for undivided rows.
+
+    Returns:
+      [..., r, d]; with `spread.columns` a tuple of its parts.
     """
     gate, up, down = weights
     base = DOT if group_sizes is None else GROUPED
-    into = ring(embed, "w", "inner", ring(mlp, "x", "rows", base))
-    out_of = ring(embed, "w", "columns", ring(mlp, "y", "rows", base))
+    into = ring(spread.embed, "w", "inner", ring(spread.rows, "x", "rows", base))
+    out_of = ring(spread.embed, "w", "columns", ring(spread.rows, "y", "rows", base))
     wide = up if gate is None else jnp.concatenate([gate, up], -1)
 
     @jax.checkpoint
     def second(product, row_weight, down):
-        return apply(out_of, _hidden(product, row_weight, act, gate is not None), down, group_sizes)
+        hidden = _hidden(product, row_weight, act, gate is not None)
+        if not spread.columns:
+            return apply(out_of, hidden, down, group_sizes)
+        parts: Any = split_round(down, spread.columns)
+        return tuple(apply(out_of, hidden, part, group_sizes) for part in parts)
 
     product = checkpoint_name(apply(into, rows, wide, group_sizes), HIDDEN)
     return second(product, row_weight, down)
@@ -87,7 +111,7 @@ def feed_forward_over_mesh(
     axes = rules.resolve(mesh)
 
     def shard(x, weights):
-        rows = ring_feed_forward(x.reshape(-1, x.shape[-1]), weights, act, embed=axes.embed, mlp=axes.mlp)
+        rows = ring_feed_forward(x.reshape(-1, x.shape[-1]), weights, act, Spread(axes.embed, axes.mlp))
         return rows.reshape(x.shape)
 
     if not axes.embed + axes.mlp:

@@ -60,6 +60,8 @@ class _Parts:
 def through_cells(x, plan, experts, wire: Wire, route: Route):
     """x [t, d] -> (y [t, d], rows worked on here), in `wire.num_chunks` parts of the rows, or a part per local expert.
 
+    Where the experts give a tuple, of columns, so is y: some columns cross while others are multiplied.
+
     Part i + 1 crosses without waiting for the experts of part i (MPipeMoE), forward and backward. Who is dropped does not
     depend on the parts: they cut the cells' rows or the experts, not the tokens.
     """
@@ -74,13 +76,17 @@ def through_cells(x, plan, experts, wire: Wire, route: Route):
         landed = zip(parts.experts, rows, parts.weights, strict=True)
         rows = [checkpoint_name(apply(part, *weight), "moe/experts") for apply, part, weight in landed]
     with jax.named_scope("moe/combine"):
-        rows = [checkpoint_name(carry(part, parts.back, parts.there, wire.codecs), "moe/combine") for part in rows]
-        rows = tuple(part.reshape(-1, d) for part in rows)
-        if weigh:
-            y = collect(rows, parts.plan, parts.sources)
-        else:
-            y = combine(jnp.concatenate(rows).reshape(plan.num_experts, -1, d), parts.plan)
+        home = lambda rows: checkpoint_name(carry(rows, parts.back, parts.there, wire.codecs), "moe/combine")
+        y = jax.tree.map(lambda *rows: _combined(tuple(map(home, rows)), parts, weigh), *rows)
     return y, own_counts(plan.group_sizes, wire.axes).sum()
+
+
+def _combined(rows, parts: _Parts, weigh: bool):
+    """y [t, d] of the rows of all parts; or some of its columns, where the rows are these columns of theirs."""
+    rows = tuple(part.reshape(-1, part.shape[-1]) for part in rows)
+    if weigh:
+        return collect(rows, parts.plan, parts.sources)
+    return combine(jnp.concatenate(rows).reshape(parts.plan.num_experts, -1, rows[0].shape[-1]), parts.plan)
 
 
 def _chunks(plan, experts, wire, route) -> _Parts:

@@ -23,6 +23,8 @@ CASES = [
     ("shared", "fsdp2_expert2_tensor2", {"exchange": "ragged"}),
     ("shared", "fsdp2_expert2_tensor2", {"capacity": "pool", "num_destinations": 2, "num_senders": 4}),
     ("odd", "fsdp2_expert2_tensor2", {"weigh_at": "expert", "exchange_by": "expert"}),
+    ("every_expert", "fsdp2_expert2_tensor2", {"weigh_at": "expert", "exchange_by": "expert", "activation": "relu2"}),
+    ("many_senders", "fsdp2_expert2_tensor2", {"exchange": "all_gather"}),
     ("odd", "data2_expert4", {}),  # neither axis: the plain products
 ]
 
