@@ -135,10 +135,14 @@ def _part_params(job: _Job, part: int, last: int) -> dict[str, float]:
     return found
 
 
-@functools.lru_cache(maxsize=4096)
 def _layer_counts(model: Model, layer: Layer, layout: Layout) -> dict[str, float]:
-    found: dict[str, float] = {"norms": float(norm_params(model, layer))}
-    for product in products(layer, model.d_model):
+    return {"norms": float(norm_params(model, layer)), **_matrix_counts(layer, model.d_model, layout)}
+
+
+@functools.lru_cache(maxsize=4096)
+def _matrix_counts(layer: Layer, d: int, layout: Layout) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for product in products(layer, d):
         expert = product.group == "experts"
         cut = product.parts(layout.expert_tensor if expert else layout.tensor)
         shards = layout.expert_shards if expert else 1

@@ -44,6 +44,7 @@ class Share:
       expert_tensor: parts of each expert's width.
       expert_shards: devices that the experts are divided over.
       rows: rows that the device's experts work on, of all senders.
+      score_bytes: kept of a pair of tokens and a head, where attention is not fused: scores then go through memory.
     """
 
     tokens: float
@@ -53,6 +54,7 @@ class Share:
     expert_tensor: int = 1
     expert_shards: int = 1
     rows: float = 0.0
+    score_bytes: float = 0.0
 
 
 def share_of(layer: Layer, layout: Layout, batch: Batch, recipe: Recipe) -> Share:
@@ -63,7 +65,7 @@ def share_of(layer: Layer, layout: Layout, batch: Batch, recipe: Recipe) -> Shar
         sent = tokens / layout.tensor if "tensor" in layout.expert_axes else tokens
         rows = recipe.expert_rows(layer.feed_forward, sent, layout.expert_shards)
     tensor, expert = layout.tensor, layout.expert_tensor
-    return Share(tokens, batch.seq, tensor, layout.sequence, expert, layout.expert_shards, rows)
+    return Share(tokens, batch.seq, tensor, layout.sequence, expert, layout.expert_shards, rows, recipe.score_bytes)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -114,6 +116,10 @@ def _pointwise(layer: Layer, d: int, share: Share, size: float) -> Iterator[Op]:
     whole = share.tokens / (share.tensor if share.sequence else 1)
     yield Op("norms and residuals", "pointwise", 0.0, 10 * whole * d * size)
     a = layer.attention
+    if share.score_bytes:
+        # What is kept and the scores themselves, each written and read.
+        pairs = share.tokens * share.seq * layer.attention.num_heads / share.tensor
+        yield Op("scores", "pointwise", 0.0, 2 * pairs * (share.score_bytes + size), backward=1.0)
     yield Op("rotary", "pointwise", 0.0, 2 * share.tokens * (a.num_heads + a.num_kv_heads) * a.qk_dim / share.tensor * size)
     f = layer.feed_forward
     if isinstance(f, FeedForward):

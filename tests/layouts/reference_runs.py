@@ -111,8 +111,20 @@ class Run:
 
     @property
     def what_ran(self) -> tuple:
-        """What repeated runs share: layout, batch, precision and recompute, whatever the software's version."""
-        return self.layout, self.seq, self.sequences, self.precision, re.sub(r"^[\d.]+ NeMo Container; ", "", self.notes)
+        """What repeated runs share: layout, batch, precision and recompute, whatever the software and its version."""
+        layout = tuple((name, count) for name, count in self.layout if count > 1 and name != "dp")
+        return layout, self.seq, self.sequences, self.number_format, stated_remat(self), self.exact_load
+
+    @property
+    def number_format(self) -> str:
+        """Of the products: "bf16", "fp8" or "fp4"."""
+        text = self.precision.lower()
+        return "fp4" if "fp4" in text else "fp8" if "fp8" in text else "bf16"
+
+    @property
+    def exact_load(self) -> bool:
+        """Whether experts got what the router chose, where the source tells this from an even load by force."""
+        return "real dropless routing" in self.notes
 
 
 def runs(path: Path = PATH) -> list[Run]:
@@ -196,6 +208,8 @@ def layout_of(run: Run, remat: str) -> tuple[Layout, Batch, Recipe] | None:
         schedule="none" if stage == 1 else "interleaved" if chunks > 1 else "1f1b",
         stage_chunks=chunks if stage > 1 else 1,
         cuts=(0, *(1,) * (parts - 2), 0) if ends else None,
+        # DeepEP and HybridEP: a token crosses once to each domain of its experts.
+        exchange="hierarchical" if shards > 1 else "all_to_all",
         remat=remat,
         sequence=tensor > 1,
         moments="over_data",
@@ -217,6 +231,8 @@ def stated_remat(run: Run) -> str | None:
         return "norm+activation"
     if "selective" in notes:
         return "selective"
+    if "remat=minimal" in notes:
+        return "norm+activation"
     return "full" if re.search(r"remat=full|full ac|full recompute|checkpointing=ckpt", notes) else None
 
 
