@@ -8,6 +8,7 @@ import itertools
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
@@ -98,7 +99,9 @@ def _chunks(plan, experts, wire, route) -> _Parts:
         landed = checkpoint_name(route.there(sent), "moe/dispatch")  # [e, s*r]
         by_place = landed.reshape(landed.shape[0], -1, sent.shape[1])
         ends = list(itertools.accumulate(source.shape[0] // plan.num_experts for source in sources))
-        weights = [(part.reshape(landed.shape[0], -1),) for part in jnp.split(by_place, ends[:-1], 2)]
+        split = [part.reshape(landed.shape[0], -1) for part in jnp.split(by_place, ends[:-1], 2)]
+        # Behind the barrier, so that XLA:GPU does not fuse the activations of two parts because both read `landed`.
+        weights = [(part,) for part in lax.optimization_barrier(split)]
     shape = (plan.num_experts,)
     return _Parts(ordered, sources, shape, [experts] * len(sources), weights, route.there, route.back)
 
