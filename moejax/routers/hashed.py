@@ -5,7 +5,7 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt32
 
-from moejax.routing import Routing, Tokens, choose
+from moejax.routing import LoadState, Routing, Tokens, choose
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +29,9 @@ class Hash:
         """No state."""
         return
 
-    def __call__(self, logits: Float[Array, "t E"], top_k: int, state: None = None, tokens: Tokens | None = None) -> Routing:
+    def __call__(
+        self, logits: Float[Array, "t E"], top_k: int, state: LoadState | None = None, tokens: Tokens | None = None
+    ) -> Routing:
         """Routes by `RoutingContext.token_ids`.
 
         Raises:

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from moejax.routing import Routing, Tokens, check_number, choose, pick, rank, softmax_weights
+from moejax.routing import LoadState, Routing, Tokens, check_number, choose, pick, rank, softmax_weights
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +32,9 @@ class Noisy:
         """No state."""
         return
 
-    def __call__(self, logits: Float[Array, "t E"], top_k: int, state: None = None, tokens: Tokens | None = None) -> Routing:
+    def __call__(
+        self, logits: Float[Array, "t E"], top_k: int, state: LoadState | None = None, tokens: Tokens | None = None
+    ) -> Routing:
         """Routes by float32 logits; ties go to the lower expert.
 
         Raises:

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from moejax.routing import Routing, Tokens, allow, check_number, pick, rank, settle
+from moejax.routing import LoadState, Routing, Tokens, allow, check_number, pick, rank, settle
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +37,9 @@ class Prototype:
         """No state."""
         return
 
-    def __call__(self, logits: Float[Array, "t E"], top_k: int, state: None = None, tokens: Tokens | None = None) -> Routing:
+    def __call__(
+        self, logits: Float[Array, "t E"], top_k: int, state: LoadState | None = None, tokens: Tokens | None = None
+    ) -> Routing:
         """Routes by float32 logits; ties go to the lower expert of a group."""
         t, num_experts = logits.shape
         groups = lambda values: values.reshape(t, top_k, -1)

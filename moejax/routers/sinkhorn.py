@@ -8,7 +8,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float
 
 from moejax import axes as ax
-from moejax.routing import Routing, Tokens, check_flag, check_number, check_whole, choose, sequences, softmax_weights
+from moejax.routing import LoadState, Routing, Tokens, check_flag, check_number, check_whole, choose, sequences, softmax_weights
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +41,9 @@ class Sinkhorn:
         """No state."""
         return
 
-    def __call__(self, logits: Float[Array, "t E"], top_k: int, state: None = None, tokens: Tokens | None = None) -> Routing:
+    def __call__(
+        self, logits: Float[Array, "t E"], top_k: int, state: LoadState | None = None, tokens: Tokens | None = None
+    ) -> Routing:
         """Routes by float32 logits; without tokens, they are one sequence in training."""
         scores = lax.stop_gradient(logits) / self.temperature
         if tokens is None or tokens.context.train:

@@ -4,7 +4,7 @@ import dataclasses
 
 from jaxtyping import Array, Float
 
-from moejax.routing import Routing, Tokens, check_flag, check_number, choose, softmax_weights
+from moejax.routing import LoadState, Routing, Tokens, check_flag, check_number, choose, softmax_weights
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +27,9 @@ class Softmax:
         """No state."""
         return
 
-    def __call__(self, logits: Float[Array, "t E"], top_k: int, state: None = None, tokens: Tokens | None = None) -> Routing:
+    def __call__(
+        self, logits: Float[Array, "t E"], top_k: int, state: LoadState | None = None, tokens: Tokens | None = None
+    ) -> Routing:
         """Routes by float32 logits; ties go to the lower expert."""
         expert = choose(logits, top_k, tokens)  # by logits: probabilities below the smallest float would all tie
         weight, probs = softmax_weights(logits, expert, self.renormalise)

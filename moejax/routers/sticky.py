@@ -7,7 +7,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from moejax import axes as ax
-from moejax.routing import Routing, Tokens, allow, check_flag, check_number, rank, sequences, settle, softmax_weights
+from moejax.routing import LoadState, Routing, Tokens, allow, check_flag, check_number, rank, sequences, settle, softmax_weights
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +36,9 @@ class Sticky:
         """No state."""
         return
 
-    def __call__(self, logits: Float[Array, "t E"], top_k: int, state: None = None, tokens: Tokens | None = None) -> Routing:
+    def __call__(
+        self, logits: Float[Array, "t E"], top_k: int, state: LoadState | None = None, tokens: Tokens | None = None
+    ) -> Routing:
         """Routes by float32 logits, ties to the lower expert; without tokens, they are one sequence."""
         (t, num_experts), seq = logits.shape, len(logits) if tokens is None else tokens.seq
         valid = jnp.ones(t, bool) if tokens is None else tokens.valid
