@@ -36,7 +36,7 @@ ENTERED = {
 MAX_CYCLES = 10**13
 # Parts of an op_name that JAX adds to a program's own scopes: transformations, control flow, an einsum's letters.
 WRAPPERS = re.compile(
-    r"(jit|pjit|jvp|transpose|vmap|shard_map|while|body|cond|branch_\d+_fun|closed_call|checkpoint|remat\w*)(\(.*\))?|.*->.*"
+    r"(jit|pjit|jvp|transpose|vmap|shard_map|while|body|cond|branch_\d+_fun|closed_call|eval_jaxpr|checkpoint|remat\w*)(\(.*\))?|.*->.*"
 )
 
 
