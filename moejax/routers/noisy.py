@@ -1,9 +1,11 @@
 """Noisy top-k gating."""
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Int
 
 from moejax.routing import LoadState, Routing, Tokens, check_number, choose, pick, rank, softmax_weights
@@ -67,4 +69,16 @@ def _probability(
     among = (best[:, :top_k, None] == jnp.arange(num_experts)).any(1)
     values = pick(noisy, best[:, top_k - 1 :])
     beaten = jnp.where(among, values[:, 1:], values[:, :1])  # the k-th highest of the others
-    return jax.scipy.stats.norm.cdf((clean - beaten) / deviation)
+    return _normal_cdf((clean - beaten) / deviation)
+
+
+# With a derivative of its own, since that of lax.erf fails inside a shard_map (jax 0.12).
+@jax.custom_jvp
+def _normal_cdf(z):
+    return 0.5 * lax.erfc(-z / math.sqrt(2))
+
+
+@_normal_cdf.defjvp
+def _normal_cdf_jvp(primals, tangents):
+    (z,), (dz,) = primals, tangents
+    return _normal_cdf(z), dz * jnp.exp(-z * z / 2) / math.sqrt(2 * math.pi)
