@@ -7,14 +7,12 @@ import dataclasses
 import functools
 from collections.abc import Callable
 
-from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from moejax.feed_forward import NONLINEARITY, feed_forward
-from moejax.grouped_matmul import grouped_glu, grouped_matmul
+from moejax.flat_feed_forward import flat_feed_forward
 from moejax.permute import unstack
 from moejax.pytree import pytree
-from moejax.remat import HIDDEN
 from moejax.ring_feed_forward import Spread, ring_feed_forward
 
 GATED = ("swiglu", "geglu")
@@ -79,11 +77,7 @@ class GroupedExperts:
         if self.ring:
             weights, options = (self.gate, self.up, self.down), {"row_weight": row_weight, "group_sizes": group_sizes}
             return ring_feed_forward(rows, weights, act, Spread(embed=self.ring), **options)
-        if self.gate is None:
-            hidden = act(checkpoint_name(grouped_matmul(rows, self.up, group_sizes), HIDDEN))
-        else:
-            hidden = grouped_glu(rows, self.gate, self.up, group_sizes, act)
-        return grouped_matmul(hidden, self.down, group_sizes, row_scale=row_weight)
+        return flat_feed_forward(rows, group_sizes, row_weight, (self.gate, self.up, self.down), act)
 
     @property
     def num_experts(self) -> int:

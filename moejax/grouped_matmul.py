@@ -101,6 +101,11 @@ def grouped_matmul(
         return _product(KERNELS[name], how, x, w, row_scale, rows)
 
 
+def default_implementation(x: Shaped[Array, "R K"], w: Shaped[Array, "G K N"]) -> str:
+    """The implementation that `grouped_matmul` and `grouped_glu` take for these where none is named."""
+    return _name(None, x, w, Rows(jnp.zeros(w.shape[0], jnp.int32), None, x.shape[0]), None)
+
+
 def grouped_outer(
     x: Shaped[Array, "R K"], dy: Shaped[Array, "R N"], group_sizes: Shaped[Array, "G"], preferred_element_type: Any = None
 ) -> Shaped[Array, "G K N"]:

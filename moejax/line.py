@@ -24,8 +24,8 @@ from moejax.exchange import EXCHANGES, Wire
 from moejax.exchange.choose import choose_exchange
 from moejax.exchange.form import choose_form
 from moejax.experts import LOGICAL_AXES, ApplyRows, GroupedExperts
-from moejax.feed_forward import weighed
 from moejax.flat_plan import FlatPlan, place_flat, with_rest
+from moejax.kernels.rows import weighed
 from moejax.losses import extra_losses, load_balance_loss, router_z_loss
 from moejax.permute import unstack
 from moejax.plan import DispatchPlan, place_in_cells, rank_pairs

@@ -107,6 +107,14 @@ def scaled(rows: Shaped[Array, "R n"], scale: Float[Array, "R"] | None) -> Shape
     return (rows.astype(dtype) * scale[:, None].astype(dtype)).astype(rows.dtype)
 
 
+def weighed(x: Float[Array, "*r d"], weight: Float[Array, "*r"] | None) -> Float[Array, "*r d"]:
+    """Rows times their weights in float32; zeros for weight zero, whatever the row holds; the rows for None."""
+    if weight is None:
+        return x
+    weight = weight[..., None]
+    return jnp.where(weight == 0, 0, x.astype(wide(x.dtype)) * weight).astype(x.dtype)
+
+
 def common(a: Any, b: Any) -> Any:
     """The dtype in which operands of two dtypes are multiplied: the wider; float32 for two unlike ones of one width."""
     a, b = jnp.dtype(a), jnp.dtype(b)

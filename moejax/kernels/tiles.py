@@ -53,17 +53,17 @@ def _forward(x, weights, rows, scale, how, transpose, finish, num_results=1):
         mine = [lax.dynamic_index_in_dim(w, g, keepdims=False) for w in weights]
 
         def tile(row, height, whole, results):
-            at, inside = _span(row, end[g], height, whole, rows.num_rows)
+            at, inside = span(row, end[g], height, whole, rows.num_rows)
             source = _tile(x, rows.index, at, height)
             factor = _factor(scale, at, height)
             parts = finish(tuple(scaled(dot(source, w, contract, how), factor) for w in mine))
-            return tuple(_put(y, part, inside, at) for y, part in zip(results, parts, strict=True))
+            return tuple(put(y, part, inside, at) for y, part in zip(results, parts, strict=True))
 
-        return _greedy(start[g], end[g], _heights(PRODUCT_HEIGHTS, rows.num_rows), tile, results)
+        return greedy(start[g], end[g], heights(PRODUCT_HEIGHTS, rows.num_rows), tile, results)
 
     width = weights[0].shape[1 if transpose else 2]
     empty = tuple(zeros((rows.num_rows, width), how.dtype, x, which) for which in range(num_results))
-    return _over_groups(rows, group, empty)
+    return over_groups(rows, group, empty)
 
 
 def outer(
@@ -74,12 +74,12 @@ def outer(
 
     def group(_, i):
         def part(row, height, whole):
-            at, inside = _span(row, end[i], height, whole, rows.num_rows)
-            left = _or(inside, _tile(x, rows.index, at, height), 0)
-            right = _or(inside, scaled(_cut(g, at, height), _factor(scale, at, height)), 0)
+            at, inside = span(row, end[i], height, whole, rows.num_rows)
+            left = only(inside, _tile(x, rows.index, at, height), 0)
+            right = only(inside, scaled(cut(g, at, height), _factor(scale, at, height)), 0)
             return dot(left, right, (((0,), (0,)), ((), ())), how)
 
-        def put(row, height, whole, _):
+        def begin(row, height, whole, _):
             return part(row, height, whole)
 
         def add(row, height, whole, total):
@@ -87,13 +87,13 @@ def outer(
 
         total = zeros((x.shape[1], g.shape[1]), wide(common(x.dtype, g.dtype)), g)
         if rows.num_rows:
-            total = _cover(start[i], end[i], _heights(OUTER_HEIGHTS, rows.num_rows), put, add, total)
+            total = cover(start[i], end[i], heights(OUTER_HEIGHTS, rows.num_rows), begin, add, total)
         return None, total.astype(how.dtype)
 
     return lax.scan(group, None, jnp.arange(rows.sizes.shape[0]))[1]
 
 
-def _over_groups(rows, group, carry):
+def over_groups(rows, group, carry):
     """group(g, carry) for each group that has rows: the others cost nothing, not even a slice of their weights."""
     if not rows.num_rows:
         return carry
@@ -102,28 +102,28 @@ def _over_groups(rows, group, carry):
     return lax.fori_loop(0, (~empty).sum(), lambda i, carry: group(full_first[i], carry), carry)
 
 
-def _heights(ladder, num_rows):
+def heights(ladder, num_rows):
     """The heights that the rows have room for; one of them all where they have room for none."""
     return tuple(height for height in ladder if height <= num_rows) or (num_rows,)
 
 
-def _greedy(start, end, heights, tile, carry):
+def greedy(start, end, ladder, tile, carry):
     """tile(row, height, whole, carry) over [start, end): whole tiles of each height in turn, the last rounded up."""
-    for height in heights:
-        left, whole = end - start, height != heights[-1]
+    for height in ladder:
+        left, whole = end - start, height != ladder[-1]
         turns = left // height if whole else -(-left // height)
         carry = _repeat(turns, start, height, whole, tile, carry)
         start = start + turns * height
     return carry
 
 
-def _cover(start, end, heights, first, rest, carry):
+def cover(start, end, ladder, first, rest, carry):
     """`first` on one tile of the lowest height that leaves whole tiles of the tallest, then `rest` on each of those."""
-    tall = heights[0]
+    tall = ladder[0]
     turns = jnp.maximum(-(-(end - start) // tall) - 1, 0)
     row = start + turns * tall
     left = end - row
-    for height, lower in zip(heights, (*heights[1:], 0), strict=True):
+    for height, lower in zip(ladder, (*ladder[1:], 0), strict=True):
         fits = (left > lower) & (left <= height)
         carry = _repeat(fits.astype(jnp.int32), row, height, False, first, carry)
     return _repeat(turns, start, tall, True, rest, carry)
@@ -135,7 +135,7 @@ def _repeat(turns, start, height, whole, tile, carry):
     return lax.fori_loop(0, turns, lambda turn, carry: tile(start + turn * height, height, whole, carry), carry)
 
 
-def _span(row, end, height, whole, num_rows):
+def span(row, end, height, whole, num_rows):
     """Where a tile for [row, end) starts, and which rows are inside; None for all, of a tile known to be whole."""
     if whole:
         return row, None
@@ -144,23 +144,23 @@ def _span(row, end, height, whole, num_rows):
     return at, ((place >= row) & (place < end))[:, None]
 
 
-def _put(y, part, inside, at):
+def put(y, part, inside, at):
     """y with the part's rows from `at` on, those that are inside."""
-    kept = _or(inside, part.astype(y.dtype), _cut(y, at, part.shape[0]))
+    kept = only(inside, part.astype(y.dtype), cut(y, at, part.shape[0]))
     return lax.dynamic_update_slice_in_dim(y, kept, at, 0)
 
 
-def _or(inside, rows, others):
+def only(inside, rows, others):
     return rows if inside is None else jnp.where(inside, rows, others)
 
 
-def _cut(values, at, height):
+def cut(values, at, height):
     return lax.dynamic_slice_in_dim(values, at, height)
 
 
 def _factor(scale, at, height):
-    return None if scale is None else _cut(scale, at, height)
+    return None if scale is None else cut(scale, at, height)
 
 
 def _tile(x, index, at, height):
-    return _cut(x, at, height) if index is None else take(x, _cut(index, at, height))
+    return cut(x, at, height) if index is None else take(x, cut(index, at, height))
