@@ -3,6 +3,7 @@
 import argparse
 import difflib
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 
@@ -10,6 +11,8 @@ from layouts.errors import InputError, LayoutsError
 
 # Each is a module of layouts.commands, imported only where its command is given: a wrong word is answered at once.
 COMMANDS: dict[str, str] = {
+    "search": "ranked layouts of a model on a cluster",
+    "explain": "where a layout's time and memory go",
     "clusters": "the known hardware, with sources",
     "models": "the known models, with sources",
     "schedule": "a pipeline schedule: its table, figures, trace and picture",
@@ -25,10 +28,16 @@ class _Parser(argparse.ArgumentParser):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit code."""
     try:
-        return _main(_parser().parse_args(arguments))
+        code = _main(_parser().parse_args(arguments))
+        sys.stdout.flush()
+        return code
     except LayoutsError as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return error.exit_code
+    except BrokenPipeError:
+        # Whoever reads (`| head`) has had enough. Python flushes stdout once more at its end: into nothing.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
 
 
 def _parser() -> argparse.ArgumentParser:

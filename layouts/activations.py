@@ -8,13 +8,16 @@ from layouts.layout import RECOMPUTED
 from layouts.model import Attention, FeedForward, Layer, MoE
 from layouts.workload import Recipe
 
-KINDS = ("input", "norm", "product", "latent", "core", "scores", "mask", "activation", "route", "dispatch", "combine")
+KINDS = ("input", "norm", "product", "latent", "core", "scores", "mask", "hidden", "activation", "route", "dispatch", "combine")
 # What each remat policy keeps, by kind; `kept_kinds` reads the rest.
 _KEPT = {
     "none": frozenset(KINDS),
     "selective": frozenset(KINDS) - {"scores"},
-    "dots": frozenset({"input", "product"}),
+    "dots": frozenset({"input", "product", "hidden", "combine"}),
+    "received": frozenset({"input", "route", "dispatch"}),
     "exchange": frozenset({"input", "route", "dispatch", "combine"}),
+    "experts": frozenset({"input", "route", "dispatch", "hidden", "combine"}),
+    "offload": frozenset({"input", "route"}),
     "full": frozenset({"input"}),
 }
 
@@ -50,9 +53,16 @@ class Kept:
     bytes_per_token: float
 
 
+@functools.cache
 def kept_kinds(remat: str) -> frozenset[str]:
     """The kinds of tensors that a remat policy keeps."""
     return _KEPT[remat] if remat in _KEPT else frozenset(KINDS) - (frozenset(remat.split("+")) & frozenset(RECOMPUTED))
+
+
+@functools.cache
+def rerun_kinds(remat: str) -> frozenset[str]:
+    """The kinds of tensors that a backward makes again: what is neither kept nor on the host."""
+    return frozenset(KINDS) - kept_kinds("exchange" if remat == "offload" else remat)
 
 
 def kept_bytes(tensors: tuple[Kept, ...], remat: str) -> float:
@@ -130,5 +140,5 @@ def _experts(f: MoE, d: int, recipe: Recipe, cut: Cut) -> Iterator[Kept]:
 
 
 def _hidden(prefix: str, width: float, gated: bool, recipe: Recipe) -> Iterator[Kept]:
-    yield Kept(f"{prefix}hidden", "product", width * (2 if gated else 1) * recipe.compute_bytes)
+    yield Kept(f"{prefix}hidden", "hidden", width * (2 if gated else 1) * recipe.compute_bytes)
     yield Kept(f"{prefix}activation", "activation", width * recipe.compute_bytes)

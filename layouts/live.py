@@ -14,12 +14,14 @@ from moejax.pipeline import Placement
 Live = tuple[int, ...]  # micro-batches held of each chunk of a stage, at one moment
 # Tables repeat themselves: with more micro-batches than this many times the stages and units, they hold no more.
 _PERIODS = 4
+# Schedules whose chunk c on stage r is part c * P + r of the model, and whose live micro-batches have a closed form here.
+LOOPS = ("gpipe", "1f1b", "interleaved", "zb_h1", "zeropp")
 
 
 def placement(layout: Layout) -> Placement:
     """Which part of the model each chunk of each stage holds."""
-    if layout.schedule in ("none", "gpipe", "1f1b", "interleaved"):
-        return Placement.loop(layout.stage, layout.stage_chunks)
+    if layout.schedule in ("none", *LOOPS):
+        return _loop(layout.stage, layout.stage_chunks)
     return _table(*_key(layout)).placement
 
 
@@ -32,10 +34,17 @@ def live(layout: Layout) -> tuple[tuple[Live, ...], ...]:
 
 def _key(layout: Layout) -> tuple[str, int, int, int, int | None]:
     count = layout.num_microbatches
-    if layout.schedule not in ("gpipe", "1f1b", "interleaved"):
+    if layout.schedule not in LOOPS:
         period = layout.unit or 2 * layout.stage
         count = count if count <= _PERIODS * period else _PERIODS * period + count % period
+    if layout.schedule == "interleaved" and count % layout.stage == 0:
+        count = min(count, _PERIODS * layout.stage)
     return layout.schedule, layout.stage, layout.stage_chunks, count, layout.unit
+
+
+@functools.cache
+def _loop(stages: int, chunks: int) -> Placement:
+    return Placement.loop(stages, chunks)
 
 
 @functools.cache
@@ -49,6 +58,10 @@ def _live(name: str, stages: int, chunks: int, microbatches: int, unit: int | No
         return (((microbatches,) * chunks,),) * stages
     if name == "1f1b":
         return tuple(((min(stages - stage, microbatches),),) for stage in range(stages))
+    if name == "zb_h1":
+        return (((min(stages, microbatches),),),) * stages
+    if name == "zeropp":
+        return (((min(microbatches, unit or 2 * stages),) * chunks,),) * stages
     if name == "interleaved":
         return tuple(_most(_interleaved(stage, stages, chunks, microbatches)) for stage in range(stages))
     table = _table(name, stages, chunks, microbatches, unit)

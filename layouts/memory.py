@@ -12,6 +12,7 @@ from layouts.activations import Cut, Kept, kept_bytes, kept_kinds, tensors
 from layouts.layout import Layout
 from layouts.live import live, placement
 from layouts.model import Layer, Model, MoE, norm_params, products
+from layouts.work import expert_rows
 from layouts.workload import Batch, Recipe, check_fit
 
 # What an allocator loses of the memory that comes and goes within a step: holes between arrays of unlike sizes, and rounding.
@@ -33,12 +34,19 @@ class StageMemory:
       stage: its number.
       terms: term -> part -> bytes: parameters, master, moments, gradients (by group of parameters), gathered, activations
         (by tensor, at the fullest moment), recomputed, logits, exchange, transfers, fragmentation.
-      host_bytes: of host memory, for what is offloaded.
+      host_params: bytes of host memory, a device's, for parameters that are offloaded.
+      host_states: the same for their master weights and moments.
     """
 
     stage: int
     terms: Terms
-    host_bytes: float = 0.0
+    host_params: float = 0.0
+    host_states: float = 0.0
+
+    @property
+    def host_bytes(self) -> float:
+        """Of host memory, a device's share."""
+        return self.host_params + self.host_states
 
     def term(self, name: str) -> float:
         """The bytes of one term."""
@@ -79,10 +87,14 @@ class _Job:
         return self.batch.device_tokens(self.layout)
 
     @functools.cached_property
-    def parts(self) -> tuple[tuple[Layer, ...], ...]:
-        """The layers of each part of the model."""
+    def parts(self) -> tuple[dict[Layer, int], ...]:
+        """The layers of each part of the model, by kind."""
         cuts = self.layout.part_layers(len(self.model.layers))
-        return tuple(tuple(self.model.layers[index] for index in part) for part in cuts)
+        return tuple(self._kinds(part) for part in cuts)
+
+    def _kinds(self, part: range) -> dict[Layer, int]:
+        counts = self.model.kind_counts(part)
+        return {layer: count for layer, count in zip(self.model.kinds, counts, strict=True) if count}
 
 
 def memory(model: Model, layout: Layout, batch: Batch, recipe: Recipe) -> Memory:
@@ -96,6 +108,23 @@ def memory(model: Model, layout: Layout, batch: Batch, recipe: Recipe) -> Memory
     return Memory(tuple(_stage(job, stage) for stage in range(layout.stage)))
 
 
+def stage_with(model: Model, layout: Layout, batch: Batch, recipe: Recipe, held: tuple[int, int, int]) -> StageMemory:
+    """Bytes of one stage, wherever the others are cut; for one chunk a stage.
+
+    Args:
+      model: the model.
+      layout: its cuts are not read.
+      batch: of a step.
+      recipe: how the executor keeps numbers.
+      held: (stage, first layer, end).
+    """
+    stage, first, end = held
+    cuts = [0] * layout.stage
+    cuts[0], cuts[-1] = first, len(model.layers) - end
+    cuts[stage] = end - first + (first if stage == 0 else 0) + (len(model.layers) - end if stage == layout.stage - 1 else 0)
+    return _stage(_Job(model, dataclasses.replace(layout, cuts=tuple(cuts)), batch, recipe), stage)
+
+
 def _stage(job: _Job, stage: int) -> StageMemory:
     held = placement(job.layout).parts[stage]
     last = len(job.parts) - 1
@@ -103,17 +132,17 @@ def _stage(job: _Job, stage: int) -> StageMemory:
     for part in held:
         for group, count in _part_params(job, part, last).items():
             counts[group] = counts.get(group, 0.0) + count
-    layers = [layer for part in held for layer in job.parts[part]]
-    terms, host = _states(job, counts)
+    layers = {layer for part in held for layer in job.parts[part]}
+    terms, *host = _states(job, counts)
     terms["gathered"] = _gathered(job, held, last)
     terms["activations"] = _activations(job, stage, held)
-    terms["recomputed"] = {"fullest layer": max((_recomputed(job, layer) for layer in set(layers)), default=0.0)}
+    terms["recomputed"] = {"fullest layer": max((_recomputed(job, layer) for layer in layers), default=0.0)}
     terms["logits"] = _logits(job) if last in held else {}
-    terms["exchange"] = {"rows": max((_exchanged(job, layer) for layer in set(layers)), default=0.0)}
+    terms["exchange"] = {"rows": max((_exchanged(job, layer) for layer in layers), default=0.0)}
     terms["transfers"] = {"between stages": _transfers(job)}
     moving = ("gathered", "activations", "recomputed", "logits", "exchange", "transfers")
     lost = FRAGMENTATION * sum(sum(terms[name].values()) for name in moving)
-    return StageMemory(stage, {**terms, "fragmentation": {"holes": lost}}, host)
+    return StageMemory(stage, {**terms, "fragmentation": {"holes": lost}}, *host)
 
 
 # ------------------------------------------------------------------------------------------------- parameters and states
@@ -123,9 +152,9 @@ def _part_params(job: _Job, part: int, last: int) -> dict[str, float]:
     """Numbers of a part on one device, by group, before fsdp divides them."""
     model, tensor = job.model, job.layout.tensor
     found: dict[str, float] = {}
-    for layer in job.parts[part]:
+    for layer, times in job.parts[part].items():
         for group, count in _layer_counts(model, layer, job.layout).items():
-            found[group] = found.get(group, 0.0) + count
+            found[group] = found.get(group, 0.0) + times * count
     if part == 0:
         found["embedding"] = model.embedding_params / tensor
     if part == last:
@@ -152,11 +181,11 @@ def _matrix_counts(layer: Layer, d: int, layout: Layout) -> dict[str, float]:
     return found
 
 
-def _states(job: _Job, counts: dict[str, float]) -> tuple[Terms, float]:
-    """Parameters, master weights, moments and gradients by group; and the bytes of them that lie on the host."""
+def _states(job: _Job, counts: dict[str, float]) -> tuple[Terms, float, float]:
+    """Parameters, master weights, moments and gradients by group; and the host's bytes of parameters, and of the rest."""
     recipe, layout = job.recipe, job.layout
     terms: Terms = {"parameters": {}, "master": {}, "moments": {}, "gradients": {}}
-    host = 0.0
+    host_params, host_states = 0.0, 0.0
     for group, count in counts.items():
         share = count / (1 if group in ("norms", "router") else layout.fsdp)
         if layout.moments == "over_data":
@@ -166,13 +195,14 @@ def _states(job: _Job, counts: dict[str, float]) -> tuple[Terms, float]:
         stored = share * recipe.param_bytes
         states = {"master": share * recipe.master_bytes / replicas, "moments": share * recipe.moment_bytes / replicas}
         if layout.policy_of(group) == "offload":
-            host += stored + sum(states.values())
+            host_params += stored
+            host_states += sum(states.values())
             stored, states = 0.0, dict.fromkeys(states, 0.0)
         terms["parameters"][group] = stored
         for name, size in states.items():
             terms[name][group] = size
         terms["gradients"][group] = share * recipe.grad_bytes
-    return terms, host
+    return terms, host_params, host_states
 
 
 def _gathered(job: _Job, held: tuple[int, ...], last: int) -> dict[str, float]:
@@ -183,12 +213,13 @@ def _gathered(job: _Job, held: tuple[int, ...], last: int) -> dict[str, float]:
         return {}
     chunks = [job.parts[part] for part in held]
     # A pipeline's chunk is gathered as a whole; without one, layers come one after another.
-    uses = [sum(_gather_bytes(job, layer) for layer in chunk) for chunk in chunks] if layout.stage > 1 else []
-    uses += [(GATHERED_LAYERS if moved else 1) * _gather_bytes(job, layer) for chunk in chunks for layer in set(chunk)]
+    whole = lambda chunk, policy: sum(times * _gather_bytes(job, layer, policy) for layer, times in chunk.items())
+    uses = [whole(chunk, None) for chunk in chunks] if layout.stage > 1 else []
+    uses += [(GATHERED_LAYERS if moved else 1) * _gather_bytes(job, layer) for chunk in chunks for layer in chunk]
     tables = [job.model.vocab_size * job.model.d_model / layout.tensor * recipe.compute_bytes] if {0, last} & {*held} else []
-    kept = sum(_gather_bytes(job, layer, "keep") for chunk in chunks for layer in chunk)
-    gradients = max(_gather_bytes(job, layer, "") for chunk in chunks for layer in chunk) if layout.fsdp > 1 else 0.0
-    return {"in use": max([*uses, *tables], default=0.0), "kept": kept, "gradients": gradients}
+    kept = sum(whole(chunk, "keep") for chunk in chunks)
+    every = [_gather_bytes(job, layer, "") for chunk in chunks for layer in chunk] if layout.fsdp > 1 else []
+    return {"in use": max([*uses, *tables], default=0.0), "kept": kept, "gradients": max(every, default=0.0)}
 
 
 def _gather_bytes(job: _Job, layer: Layer, policy: str | None = None) -> float:
@@ -203,10 +234,9 @@ def _gather_bytes(job: _Job, layer: Layer, policy: str | None = None) -> float:
 
 
 def _cut(job: _Job, layer: Layer) -> Cut:
-    layout, moe = job.layout, layer.feed_forward
+    layout = job.layout
     share = 1 / layout.tensor if "tensor" in layout.expert_axes else 1.0
-    sent = job.tokens * share
-    rows = job.recipe.expert_rows(moe, sent, layout.expert_shards) / job.tokens if isinstance(moe, MoE) else 0.0
+    rows = expert_rows(layer, layout, job.tokens, job.recipe) / job.tokens
     return Cut(layout.tensor, layout.sequence, layout.expert_tensor, rows, share, job.batch.seq)
 
 
@@ -217,19 +247,21 @@ def _tensors(job: _Job, layer: Layer) -> tuple[Kept, ...]:
 def _activations(job: _Job, stage: int, held: tuple[int, ...]) -> dict[str, float]:
     """What the stage holds at its fullest moment, by tensor."""
     remat = job.layout.remat
-    sizes = [sum(kept_bytes(_tensors(job, layer), remat) for layer in job.parts[part]) for part in held]
+    kept = {layer: kept_bytes(_tensors(job, layer), remat) for part in held for layer in job.parts[part]}
+    sizes = [sum(times * kept[layer] for layer, times in job.parts[part].items()) for part in held]
     moment = max(live(job.layout)[stage], key=lambda counts: sum(n * size for n, size in zip(counts, sizes, strict=True)))
     found: dict[str, float] = {}
     for part, count in zip(held, moment, strict=True):
-        for tensor in _kept_of_part(job, part):
-            found[tensor.name] = found.get(tensor.name, 0.0) + count * job.tokens * tensor.bytes_per_token
+        for tensor, times in _kept_of_part(job, part):
+            found[tensor.name] = found.get(tensor.name, 0.0) + count * times * job.tokens * tensor.bytes_per_token
     return found
 
 
-def _kept_of_part(job: _Job, part: int) -> Iterator[Kept]:
+def _kept_of_part(job: _Job, part: int) -> Iterator[tuple[Kept, int]]:
+    """What a part of the model keeps, and how many of its layers keep it."""
     kinds = kept_kinds(job.layout.remat)
-    for layer in job.parts[part]:
-        yield from (tensor for tensor in _tensors(job, layer) if tensor.kind in kinds)
+    for layer, times in job.parts[part].items():
+        yield from ((tensor, times) for tensor in _tensors(job, layer) if tensor.kind in kinds)
 
 
 def _recomputed(job: _Job, layer: Layer) -> float:
@@ -246,13 +278,17 @@ def _logits(job: _Job) -> dict[str, float]:
 
 
 def _exchanged(job: _Job, layer: Layer) -> float:
-    """Rows of one layer on their way: what is sent and what has come, of the parts that cross at a time."""
-    if not isinstance(layer.feed_forward, MoE) or job.layout.expert_shards == 1:
+    """Of one layer on its way: rows sent and come, of the parts that cross at a time; or all tokens; or experts' weights."""
+    layout, moe = job.layout, layer.feed_forward
+    if not isinstance(moe, MoE) or layout.expert_shards == 1:
         return 0.0
-    forward = job.layout.codecs[0]
-    row = job.model.d_model * CODEC_BYTES.get(forward, job.recipe.compute_bytes)
-    crossing = min(1.0, 2 / job.layout.num_chunks)
-    return 2 * crossing * job.tokens * _cut(job, layer).rows * row
+    if layout.exchange == "weight_stream":
+        return 2 * _layer_counts(job.model, layer, layout)["experts"] * job.recipe.compute_bytes
+    row = job.model.d_model * CODEC_BYTES.get(layout.codecs[0], job.recipe.compute_bytes)
+    cut = _cut(job, layer)
+    if layout.exchange == "all_gather":
+        return 2 * layout.expert_shards * job.tokens * cut.moe_tokens * row
+    return 2 * min(1.0, 2 / layout.num_chunks) * job.tokens * cut.rows * row
 
 
 def _transfers(job: _Job) -> float:

@@ -57,11 +57,20 @@ def messages(model: Model, layout: Layout, batch: Batch, recipe: Recipe) -> tupl
     check_fit(model, layout, batch)
     found = []
     for index, layer in enumerate(model.layers):
-        of_layer = layer_messages(layer, model.d_model, layout, share_of(layer, layout, batch, recipe), recipe)
-        norms = float(norm_params(model, layer))
-        of_layer = (*of_layer, *_gradients(layer, model.d_model, layout, recipe, norms))
+        share = share_of(layer, layout, batch, recipe)
+        of_layer = layer_messages(layer, model.d_model, layout, share, recipe) + layer_gradients(model, layer, layout, recipe)
         found += [dataclasses.replace(message, layer=index) for message in of_layer]
-    return (*found, *_tables(model, layout, recipe), *_transfers(model, layout, batch, recipe))
+    return (*found, *table_messages(model, layout, batch, recipe))
+
+
+def layer_gradients(model: Model, layer: Layer, layout: Layout, recipe: Recipe) -> tuple[Message, ...]:
+    """The messages of a layer's gradients over the devices that hold the same parameters."""
+    return tuple(_gradients(layer, model.d_model, layout, recipe, float(norm_params(model, layer))))
+
+
+def table_messages(model: Model, layout: Layout, batch: Batch, recipe: Recipe) -> tuple[Message, ...]:
+    """The messages that belong to no layer: those of both tables, and between stages."""
+    return (*_tables(model, layout, recipe), *_transfers(model, layout, batch, recipe))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -106,14 +115,38 @@ def _context(layer: Layer, layout: Layout, share: Share, recipe: Recipe) -> Iter
 
 
 def _expert(layer: Layer, d: int, layout: Layout, share: Share, recipe: Recipe) -> Iterator[Message]:
-    """Rows to the experts and back; backward the other way."""
+    """Rows to the experts and back, backward the other way; or all tokens; or the experts' weights."""
     if not isinstance(layer.feed_forward, MoE):
         return
+    makers = {"all_gather": _gathered_tokens, "weight_stream": _streamed_weights}
+    yield from makers.get(layout.exchange, _rows)(layer, d, layout, share, recipe)
+
+
+def _rows(layer: Layer, d: int, layout: Layout, share: Share, recipe: Recipe) -> Iterator[Message]:
     count = layout.num_microbatches * layout.num_chunks
     for phase, codec in zip(("forward", "backward"), layout.codecs, strict=True):
         rows = share.rows * d * CODEC_BYTES.get(codec, recipe.compute_bytes) / layout.num_chunks
         for name in ("dispatch", "combine"):
             yield Message(name, "all_to_all", layout.expert_axes, layout.expert_shards, rows, count, phase)
+
+
+def _gathered_tokens(layer: Layer, d: int, layout: Layout, share: Share, recipe: Recipe) -> Iterator[Message]:
+    """Every device gets all tokens of its group, and the partial outputs are summed; backward the other way."""
+    tokens = share.tokens / (layout.tensor if "tensor" in layout.expert_axes else 1)
+    shards, count = layout.expert_shards, layout.num_microbatches
+    for phase, codec in zip(("forward", "backward"), layout.codecs, strict=True):
+        size = tokens * d * CODEC_BYTES.get(codec, recipe.compute_bytes)
+        yield Message("dispatch", "all_gather", layout.expert_axes, shards, size, count, phase)
+        yield Message("combine", "reduce_scatter", layout.expert_axes, shards, size * shards, count, phase)
+
+
+def _streamed_weights(layer: Layer, d: int, layout: Layout, share: Share, recipe: Recipe) -> Iterator[Message]:
+    """Each device's experts go round; backward they go round again, with their gradients."""
+    numbers = _groups(layer, d, layout)["experts"]
+    turns = layout.num_microbatches * (layout.expert_shards - 1)
+    for phase, times in (("forward", 1), ("backward", 2)):
+        size = times * numbers * recipe.compute_bytes
+        yield Message("experts", "permute", layout.expert_axes, layout.expert_shards, size, turns, phase)
 
 
 def _groups(layer: Layer, d: int, layout: Layout) -> dict[str, float]:
@@ -128,19 +161,32 @@ def _groups(layer: Layer, d: int, layout: Layout) -> dict[str, float]:
 
 def _fsdp(layer: Layer, d: int, layout: Layout, recipe: Recipe) -> Iterator[Message]:
     """Parameters before each use, gradients after each backward; what is kept is gathered once a step."""
+    gathers, divisions = uses(layout)
     for group, numbers in _groups(layer, d, layout).items():
         if group == "router":
             continue
         part = numbers / layout.fsdp * recipe.compute_bytes
         kept = layout.policy_of(group) == "keep"
         gather = functools.partial(Message, f"gather {group}", "all_gather", ("fsdp",), layout.fsdp, part)
-        yield gather(1 if kept else layout.num_microbatches, "forward")
+        yield gather(1 if kept else gathers, "forward")
         if not kept:
-            yield gather(layout.num_microbatches, "backward")
+            yield gather(gathers, "backward")
         whole = numbers * recipe.compute_bytes
-        yield Message(
-            f"divide gradients of {group}", "reduce_scatter", ("fsdp",), layout.fsdp, whole, layout.num_microbatches, "backward"
-        )
+        yield Message(f"divide gradients of {group}", "reduce_scatter", ("fsdp",), layout.fsdp, whole, divisions, "backward")
+
+
+def uses(layout: Layout) -> tuple[float, float]:
+    """How often in a step a layer's parameters are gathered, forward and backward each, and its gradients divided.
+
+    Once a micro-batch; under `zeropp` a stage gathers 2V - 2 chunks a unit and one more, and divides each chunk's
+    gradients once a unit.
+    """
+    count = layout.num_microbatches
+    if layout.schedule != "zeropp":
+        return count, count
+    units = math.ceil(count / min(count, layout.unit or 2 * layout.stage))
+    gathers = (2 * layout.stage_chunks - 2) * units + 1
+    return gathers / layout.stage_chunks / 2, units
 
 
 def _gradients(layer: Layer, d: int, layout: Layout, recipe: Recipe, norms: float) -> Iterator[Message]:

@@ -198,6 +198,26 @@ class Model:
         idle = (p.weights + p.biases - (p.weights + p.biases) // p.copies * p.rows for p in self._all_products())
         return self.params_total - sum(idle)
 
+    @functools.cached_property
+    def kinds(self) -> tuple[Layer, ...]:
+        """The layers that differ, in the order in which they first come."""
+        return tuple(dict.fromkeys(self.layers))
+
+    @functools.cached_property
+    def _ends(self) -> tuple[tuple[int, ...], ...]:
+        """Of each of `kinds`, how many layers lie before layer 0, 1 ... and before the end."""
+        place = {layer: index for index, layer in enumerate(self.kinds)}
+        found = [[0] for _ in self.kinds]
+        for layer in self.layers:
+            for counts in found:
+                counts.append(counts[-1])
+            found[place[layer]][-1] += 1
+        return tuple(map(tuple, found))
+
+    def kind_counts(self, layers: range) -> tuple[int, ...]:
+        """How many layers of each of `kinds` a range of layers has."""
+        return tuple(ends[layers.stop] - ends[layers.start] for ends in self._ends)
+
     def _all_products(self) -> Iterator[Product]:
         for layer in self.layers:
             yield from products(layer, self.d_model)

@@ -42,7 +42,7 @@ class Share:
       tensor: parts of heads, dense widths and vocabulary.
       sequence: whether norms and residuals are divided over the tensor axis too.
       expert_tensor: parts of each expert's width.
-      expert_shards: devices that the experts are divided over.
+      expert_shards: devices that the experts are divided over; 1 where each device works with all, as they come by.
       rows: rows that the device's experts work on, of all senders.
       score_bytes: kept of a pair of tokens and a head, where attention is not fused: scores then go through memory.
     """
@@ -60,12 +60,21 @@ class Share:
 def share_of(layer: Layer, layout: Layout, batch: Batch, recipe: Recipe) -> Share:
     """A device's share of one micro-batch of this layer."""
     tokens = batch.device_tokens(layout)
-    rows = 0.0
-    if isinstance(layer.feed_forward, MoE):
-        sent = tokens / layout.tensor if "tensor" in layout.expert_axes else tokens
-        rows = recipe.expert_rows(layer.feed_forward, sent, layout.expert_shards)
+    shards = 1 if layout.exchange == "weight_stream" else layout.expert_shards
+    rows = expert_rows(layer, layout, tokens, recipe)
     tensor, expert = layout.tensor, layout.expert_tensor
-    return Share(tokens, batch.seq, tensor, layout.sequence, expert, layout.expert_shards, rows, recipe.score_bytes)
+    return Share(tokens, batch.seq, tensor, layout.sequence, expert, shards, rows, recipe.score_bytes)
+
+
+def expert_rows(layer: Layer, layout: Layout, tokens: float, recipe: Recipe) -> float:
+    """Rows that one device's experts have room for, of a micro-batch of `tokens` tokens a device; 0 in a dense layer."""
+    moe = layer.feed_forward
+    if not isinstance(moe, MoE):
+        return 0.0
+    sent = tokens / layout.tensor if "tensor" in layout.expert_axes else tokens
+    if layout.exchange == "weight_stream":  # each device works on its own tokens, however uneven the experts' loads
+        return recipe.even.expert_rows(moe, sent, 1)
+    return recipe.expert_rows(moe, sent, layout.expert_shards)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Iterator
 
 from layouts.errors import InputError
 from layouts.layout import Layout
@@ -52,6 +53,8 @@ class Recipe:
       capacity: rows that a device's experts get room for: "exact", "cell", "pool" or "worst".
       capacity_factor: for "cell" and "pool", as in MoEConfig; None: nothing dropped.
       imbalance: for "exact": rows of the fullest device over the mean.
+      loads: for "exact", in place of that: each expert's share of the rows, of any scale; the fullest device is the one
+        whose experts have the most.
     """
 
     name: str
@@ -66,6 +69,28 @@ class Recipe:
     capacity: str = "exact"
     capacity_factor: float | None = 1.0
     imbalance: float = 1.0
+    loads: tuple[float, ...] = ()
+
+    def __post_init__(self):
+        if not self.imbalance >= 1:
+            raise InputError(f"imbalance={self.imbalance!r}: needs a number of at least 1, rows of the fullest over the mean")
+        if any(not load >= 0 for load in self.loads) or (self.loads and not sum(self.loads)):
+            raise InputError(f"loads={self.loads!r}: needs numbers of at least 0 that are not all 0, one an expert")
+
+    def fullest(self, num_experts: int, shards: int) -> float:
+        """Rows of the fullest of the devices that experts are divided over, over the mean."""
+        if not self.loads:
+            return self.imbalance
+        if len(self.loads) != num_experts:
+            raise InputError(f"loads of {len(self.loads)} experts: the model has {num_experts} in a layer")
+        size = num_experts // shards
+        sums = [sum(self.loads[first : first + size]) for first in range(0, num_experts, size)]
+        return max(sums) * shards / sum(self.loads)
+
+    @property
+    def even(self) -> "Recipe":
+        """The same with all experts loaded alike."""
+        return dataclasses.replace(self, imbalance=1.0, loads=())
 
     def expert_rows(self, moe: MoE, tokens: float, shards: int) -> float:
         """Rows that one device's experts have room for.
@@ -77,7 +102,7 @@ class Recipe:
         """
         mean, factor = tokens * moe.top_k, self.capacity_factor
         if self.capacity == "exact":
-            return mean * self.imbalance
+            return mean * self.fullest(moe.num_experts, shards)
         if self.capacity == "worst":
             return tokens * shards * min(moe.top_k, moe.num_experts // shards)
         if self.capacity == "pool":
@@ -107,32 +132,48 @@ def check_fit(model: Model, layout: Layout, batch: Batch) -> None:
             f"batch of {batch.sequences} sequences over {layout.batch_shards} batch shards x {layout.num_microbatches} "
             f"micro-batches: needs a multiple of {shards}, nearest {low} or {low + shards}"
         )
-    _divides("seq", batch.seq, "context", layout.context)
-    _divides("d_model", model.d_model, "fsdp", layout.fsdp)
-    _divides("vocab_size", model.vocab_size, "tensor", layout.tensor)
-    for layer in set(model.layers):
-        _check_layer(layer, layout)
+    for what, size, axis, parts in _divisions(model, layout, batch):
+        if size % parts:
+            legal = [n for n in range(1, size + 1) if size % n == 0]
+            near = sorted(sorted(legal, key=lambda n: abs(n - parts))[:3])
+            raise InputError(
+                f"{what}={size} over {axis}={parts} parts: does not divide; nearest parts {', '.join(map(str, near))}"
+            )
+    for layer in model.kinds:
+        if not _heads_fit(layer, layout):
+            raise InputError(
+                f"num_kv_heads={layer.attention.num_kv_heads} and tensor={layout.tensor}: one must divide the other"
+            )
 
 
-def _check_layer(layer: Layer, layout: Layout) -> None:
-    heads, kv_heads, tensor = layer.attention.num_heads, layer.attention.num_kv_heads, layout.tensor
-    _divides("num_heads", heads, "tensor", tensor)
-    if kv_heads % tensor and tensor % kv_heads:
-        raise InputError(f"num_kv_heads={kv_heads} and tensor={tensor}: one must divide the other")
-    if not isinstance(layer.feed_forward, MoE):
-        _divides("d_ff", layer.feed_forward.d_ff, "tensor", tensor)
-        return
-    moe = layer.feed_forward
-    _divides("num_experts", moe.num_experts, "+".join(layout.expert_axes), layout.expert_shards)
-    _divides("expert d_ff", moe.d_ff, "tensor", layout.expert_tensor)
-    if moe.shared_d_ff:
-        _divides("shared d_ff", moe.shared_d_ff, "tensor", tensor)
+def divides(model: Model, layout: Layout, batch: Batch) -> bool:
+    """Whether model and batch can be divided by the layout's axes: what `check_fit` asks, but for the micro-batches."""
+    return (
+        layout.stage * layout.stage_chunks <= len(model.layers)
+        and not batch.sequences % layout.batch_shards
+        and all(size % parts == 0 for _, size, _, parts in _divisions(model, layout, batch))
+        and all(_heads_fit(layer, layout) for layer in model.kinds)
+    )
 
 
-def _divides(what: str, size: int, axis: str, parts: int) -> None:
-    if size % parts:
-        legal = [n for n in range(1, size + 1) if size % n == 0]
-        near = sorted(legal, key=lambda n: abs(n - parts))[:3]
-        raise InputError(
-            f"{what}={size} over {axis}={parts} parts: does not divide; nearest parts {', '.join(map(str, sorted(near)))}"
-        )
+def _heads_fit(layer: Layer, layout: Layout) -> bool:
+    kv_heads = layer.attention.num_kv_heads
+    return not (kv_heads % layout.tensor and layout.tensor % kv_heads)
+
+
+def _divisions(model: Model, layout: Layout, batch: Batch) -> Iterator[tuple[str, int, str, int]]:
+    """(what, its size, the axis, its parts) of all that must divide."""
+    tensor = layout.tensor
+    yield "seq", batch.seq, "context", layout.context
+    yield "d_model", model.d_model, "fsdp", layout.fsdp
+    yield "vocab_size", model.vocab_size, "tensor", tensor
+    for layer in model.kinds:
+        f = layer.feed_forward
+        yield "num_heads", layer.attention.num_heads, "tensor", tensor
+        if not isinstance(f, MoE):
+            yield "d_ff", f.d_ff, "tensor", tensor
+            continue
+        yield "num_experts", f.num_experts, "+".join(layout.expert_axes), layout.expert_shards
+        yield "expert d_ff", f.d_ff, "tensor", layout.expert_tensor
+        if f.shared_d_ff:
+            yield "shared d_ff", f.shared_d_ff, "tensor", tensor
