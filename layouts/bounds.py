@@ -113,6 +113,11 @@ class Bounds:
         self._lines: dict[tuple, Line] = {}
         self.plans = self._plans(list(plans))
 
+    def case(self, divisor: int, sequence: bool, cut: int, streams: bool) -> Case:
+        """The case of a layer where a mesh cuts as `cuts[cut]` says."""
+        tensor, expert_tensor, shards = self.cuts[cut]
+        return Case(divisor, sequence, tensor, expert_tensor, shards, streams)
+
     def _plans(self, plans: list[Plan]) -> dict[str, np.ndarray]:
         """What bounds read of each plan, [plan]; of its profiles [profile, plan, ...], shorter lists repeat the last."""
         layouts = [_plan_layout(plan) for plan in plans]
@@ -242,7 +247,7 @@ class Rows:
         cases, where = self.cases
         found = []
         for way in sorted({crossing[0] == "weight_stream" for crossing in self.choices.crossings}):
-            each = [self.bounds.figures.layer(kind, Case(d, s, *self.bounds.cuts[cut][:3], way)) for d, s, cut in cases]
+            each = [self.bounds.figures.layer(kind, self.bounds.case(d, s, cut, way)) for d, s, cut in cases]
             lists = [np.array([getattr(one, name) for one in each]) for name in ("work", "rerun", "kept", "again", "rows")]
             found.append([values.T[..., where] for values in lists])
         work, rerun, kept, again, rows = (functools.reduce(np.minimum, values) for values in zip(*found, strict=True))
@@ -418,7 +423,8 @@ class Rows:
     def _tables(self) -> tuple[np.ndarray, np.ndarray]:
         """Numbers of the embedding and of the head of its own, on a device, before fsdp divides them."""
         model = self.job.model
-        return model.embedding_params / self.tensor, (0 if model.tied else model.head.weights) / self.tensor
+        each = 1 / self.tensor
+        return model.embedding_params * each, (0 if model.tied else model.head.weights) * each
 
     def host_bytes(self) -> np.ndarray:
         """Bytes of host memory that a device takes, the stages' mean, [P,n]."""
@@ -439,11 +445,12 @@ class Rows:
 
     # -------------------------------------------------------------------------------------------------------------- memory
 
-    def _each_profile(self) -> Iterator[tuple[np.ndarray, ...]]:
+    def _each_profile(self) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]]:
         """The stages that bounds look at: (layers [C,n], live [C,n], embedding [n], head [n])."""
         found = self.bounds.plans
         for index in range(len(found["head"])):
-            yield tuple(found[name][index][self.plan].T for name in _PROFILE)
+            layers, held, embedding, head = (found[name][index][self.plan].T for name in _PROFILE)
+            yield layers, held, embedding, head
 
     def peak_bytes(self) -> np.ndarray:
         """Of the fullest device, [R,P,n]."""
@@ -461,10 +468,10 @@ class Rows:
             return found * (1 - ROUNDING)
         return np.where(cut, np.maximum(found, self._cut_bytes()), found) * (1 - ROUNDING)
 
-    def _passing(self, layers: Sequence[np.ndarray], head: np.ndarray) -> np.ndarray:
+    def _passing(self, layers: np.ndarray, head: np.ndarray) -> np.ndarray:
         """Bytes [R,P,n] of what comes and goes: gathers, recomputation, logits, rows under way, transfers."""
         model, recipe = self.job.model, self.job.recipe
-        fold = functools.partial(_over_kinds, layers, self.stage == 1)
+        fold = functools.partial(_over_kinds, self.stage == 1)
         moved = (self.fsdp > 1) | np.array([any(c == "offload" for _, c in pairs) for pairs in self.choices.policies])[:, None]
         in_use = fold([layer.gathered for layer in self.layers]) * np.where(moved, GATHERED_LAYERS, 1)
         chunk = sum(n * layer.gathered for n, layer in zip(layers, self.layers, strict=True)) / self.chunks
@@ -505,7 +512,7 @@ _PROFILE = ("layers", "live", "embedding", "head")
 _WHOLE = ("norms", "router")
 
 
-def _over_kinds(layers: Sequence[np.ndarray], whole: np.ndarray, values: Sequence[np.ndarray]) -> np.ndarray:
+def _over_kinds(whole: np.ndarray, values: Sequence[np.ndarray]) -> np.ndarray:
     """The most over the kinds that one stage certainly has: all where it is the only one, else the least of all kinds."""
     return np.where(whole, functools.reduce(np.maximum, values), functools.reduce(np.minimum, values))
 
