@@ -8,6 +8,7 @@ from moejax.context import RoutingContext
 from moejax.grouped_matmul import grouped_matmul
 from moejax.layer import MoELayer, RouterState, moe
 from moejax.lift import as_experts
+from moejax.placement import ExpertPlacement
 from moejax.router import BiasState, Routing, SigmoidBias, Softmax, update_router
 from moejax.stats import RoutingStats
 from moejax.transformer import Transformer, TransformerConfig
@@ -15,6 +16,7 @@ from moejax.transformer import Transformer, TransformerConfig
 __all__ = [
     "AxisRules",
     "BiasState",
+    "ExpertPlacement",
     "MoEConfig",
     "MoELayer",
     "RouterState",

@@ -14,11 +14,11 @@ from moejax.flat_plan import Bounds
 from moejax.pool import PoolRule, level_caps, level_loads
 from moejax.receive import ReceiveRule
 from moejax.router import ROUTERS
-from moejax.routing import Limited, Router, TwoMatrices
+from moejax.routing import Draws, ExpertsChoose, Limited, Router, TwoMatrices
 
 ACTIVATIONS = ("swiglu", "geglu", "gelu", "relu2")
-LOSS_SCOPES = ("sequence", "shard", "microbatch")
-EXTRA_LOSSES = ("importance", "load", "entropy", "divergence")
+LOSS_SCOPES = ("sequence", "shard", "microbatch", "batch")
+EXTRA_LOSSES = ("importance", "load", "entropy", "divergence", "group")
 EXCHANGES = ("all_to_all", "ragged", "hierarchical", "all_gather", "weight_stream", "auto")
 CHUNKED = ("all_to_all", "hierarchical")
 WEIGH_AT = ("auto", "token", "expert")
@@ -100,14 +100,21 @@ class MoEConfig:
         all-reduce; other exchanges, and the backward, keep that. Without such axes the products are the plain ones. It
         never changes the answer. Not for "weight_stream" and overflow "fallback", which send weights round already.
       activation: "swiglu" and "geglu" (gated), "gelu", "relu2" (squared ReLU, ungated).
+      expert_sizes: hidden widths of unlike experts (MoHGE, arXiv 2604.23108), in place of d_ff: the experts in order, in as
+        many equal groups. Every expert shard holds as many of each width as the others, so parameters and, at even load,
+        FLOPs are equal. Goes with router `TwoLevel` and the extra loss "group". None: all have width d_ff.
+      num_slots: slots for experts and their replicas, at least num_experts, which a placement fills: see `moejax.placement`.
+        Capacities are then per (sender, slot), with num_slots in place of num_experts. None: each expert has one, in order.
       num_shared_experts: experts of width d_ff that every token goes through, besides the routed ones.
       aux_loss: weight of the load-balance loss in `RoutingStats.loss`.
       z_loss: weight of the router z-loss there.
-      extra_losses: pairs of a name and a weight in that sum: "importance", "load" (of router "noisy"), "entropy" or
-        "divergence" (of domains; needs `RoutingContext.domain_ids`); see `moejax.losses`.
+      extra_losses: pairs of a name and a weight in that sum: "importance", "load" (of router "noisy"), "entropy",
+        "divergence" (of domains; needs `RoutingContext.domain_ids`) or "group" (of `expert_sizes`); see `moejax.losses`.
       jitter: in training the router's inputs are multiplied by uniform numbers within this of 1, below 1 (Switch Transformer:
         1e-2); needs `RoutingContext.key`.
-      loss_scope: what the load-balance loss counts over: "sequence", "shard" or "microbatch".
+      loss_scope: what the load-balance loss counts over: "sequence", "shard" (one mesh shard's tokens), "microbatch" (all
+        shards' tokens of one call), or "batch": all micro-batches of an optimizer step, which `moejax.step` counts in a pass of
+        its own before the gradients' (see `RoutingContext.batch`); the z-loss is then a mean over their tokens too.
       dtype: dtype of the expert products.
       param_dtype: dtype that parameters are kept in. The router computes in float32 whatever it is.
       rebalance: None; experts do not move within a step yet.
@@ -136,6 +143,8 @@ class MoEConfig:
     weigh_at: str = "auto"
     exchange_by: str = "auto"
     activation: str = "swiglu"
+    expert_sizes: tuple[int, ...] | None = None
+    num_slots: int | None = None
     num_shared_experts: int = 0
     aux_loss: float = 1e-2
     z_loss: float = 1e-3
@@ -183,6 +192,8 @@ class MoEConfig:
         if self.exchange == "weight_stream" and self.codecs != ("plain", "plain"):
             raise ValueError(f"codec={self.codec!r}: exchange='weight_stream' sends no rows; legal is 'plain'")
         self._check_overlap()
+        self._check_sizes()
+        self._check_slots()
         positive("num_chunks", self.num_chunks)
         if self.num_chunks > 1 and self.exchange not in CHUNKED and self.capacity != "pool":
             raise ValueError(
@@ -201,6 +212,8 @@ class MoEConfig:
             one_of("extra_losses", name, EXTRA_LOSSES)
             if not _is_number(weight) or not 0 <= weight < math.inf:
                 raise ValueError(f"extra_losses: weight {weight!r} of {name!r}: needs a finite weight of at least 0")
+            if name == "group" and self.expert_sizes is None:
+                raise ValueError("extra_losses: 'group' with expert_sizes=None: it is a loss of unlike experts")
             if name == "load" and not isinstance(self.router_rule, TwoMatrices):
                 raise ValueError(f"extra_losses: 'load' with router={self.router!r}: it is a loss of router 'noisy'")
         if len({name for name, _ in pairs}) < len(pairs):
@@ -248,6 +261,35 @@ class MoEConfig:
         if not _is_number(factor) or not 1 <= factor <= sys.float_info.max:
             raise ValueError(f"receive_factor={factor!r}: needs a finite number of at least 1.0, what even load needs, or None")
 
+    def _check_sizes(self):
+        sizes = self.expert_sizes
+        if sizes is None:
+            return
+        if not isinstance(sizes, tuple) or not sizes:
+            raise ValueError(f"expert_sizes={sizes!r}: needs a tuple of hidden widths, one for each group of experts, or None")
+        for size in sizes:
+            positive("expert_sizes", size)
+        if self.num_experts % len(sizes):
+            legal = [n for n in range(1, self.num_experts + 1) if self.num_experts % n == 0]
+            raise ValueError(
+                f"expert_sizes of {len(sizes)} groups do not divide num_experts={self.num_experts}: "
+                f"legal are {', '.join(map(str, legal))}"
+            )
+        groups = getattr(self.router_rule, "num_groups", len(sizes))
+        if groups != len(sizes):
+            raise ValueError(f"expert_sizes={sizes!r}: the router has num_groups={groups}; needs as many as sizes")
+        if self.receive_factor is not None:
+            raise ValueError(f"receive_factor={self.receive_factor!r}: with expert_sizes only None is legal")
+
+    def _check_slots(self):
+        if self.num_slots is None:
+            return
+        positive("num_slots", self.num_slots)
+        if self.num_slots < self.num_experts:
+            raise ValueError(f"num_slots={self.num_slots}: needs num_experts={self.num_experts} at least, or None")
+        if self.expert_sizes is not None:
+            raise ValueError(f"num_slots={self.num_slots}: slots are alike; with expert_sizes only None is legal")
+
     def _check_overlap(self):
         true_or_false("overlap", self.overlap)
         if self.overlap and (self.exchange == "weight_stream" or self.overflow == "fallback"):
@@ -270,12 +312,34 @@ class MoEConfig:
         """The router object that `router` names."""
         return ROUTERS[self.router]() if isinstance(self.router, str) else self.router
 
+    @property
+    def expert_groups(self) -> tuple[tuple[int, int, int], ...]:
+        """(number, d_model, hidden width) of the experts, or slots, of each width."""
+        sizes = self.expert_sizes or (self.d_ff,)
+        return tuple((self.num_places // len(sizes), self.d_model, size) for size in sizes)
+
+    @property
+    def num_places(self) -> int:
+        """Experts that the weights have room for, replicas included."""
+        return self.num_slots or self.num_experts
+
+    @property
+    def choices(self) -> int:
+        """k of the layer's Routing: experts that one token may have; top_k, or more where experts choose."""
+        rule = self.router_rule
+        return rule.most_choices(self.num_experts, self.top_k) if isinstance(rule, ExpertsChoose) else self.top_k
+
+    @property
+    def draws(self) -> bool:
+        """Whether the layer needs random numbers in training."""
+        return self.jitter > 0 or isinstance(self.router_rule, Draws)
+
     def cell_rows(self, num_tokens: int) -> int:
         """Rows of one (sender, expert) cell for a sender of `num_tokens` tokens."""
         if self.capacity_factor is None:
             return num_tokens
         pairs = self.capacity_factor * num_tokens * self.top_k
-        return num_tokens if pairs >= num_tokens * self.num_experts else max(1, math.ceil(pairs / self.num_experts))
+        return num_tokens if pairs >= num_tokens * self.num_places else max(1, math.ceil(pairs / self.num_places))
 
     def receive_rule(self, num_tokens: int, num_senders: int, num_destinations: int) -> ReceiveRule | None:
         """What a destination takes, where a shard has `num_senders` senders of `num_tokens` tokens; None: all that can come."""
@@ -287,8 +351,8 @@ class MoEConfig:
 
     def pair_rows(self, num_tokens: int, num_destinations: int) -> int:
         """Rows that a sender of `num_tokens` tokens has for one of the destinations at most."""
-        e = self.num_experts // num_destinations
-        return min(num_tokens * min(self.top_k, e), e * self.cell_rows(num_tokens))
+        e = self.num_places // num_destinations
+        return min(num_tokens * min(self.choices, e), e * self.cell_rows(num_tokens))
 
     def flat_bounds(self, num_tokens: int, num_senders: int, num_destinations: int, rule: ReceiveRule | None) -> Bounds:
         """Rows without padding at most, of a shard with `num_senders` senders of `num_tokens` tokens each, under the rule."""
@@ -304,8 +368,10 @@ class MoEConfig:
           num_destinations: the mesh's expert shards; None without expert axes.
         """
         n = num_destinations or self.num_destinations or 1
-        loads = self.level_loads or level_loads(self.num_experts, n, self.top_k)
-        depth = min(self.top_k, self.num_experts // n)
+        loads = self.level_loads or level_loads(self.num_places, n, self.top_k)
+        depth = min(self.choices, self.num_places // n)
+        if self.level_loads is None:  # where experts choose: levels past top_k are no fuller than the last one
+            loads += (loads[-1],) * (depth - len(loads))
         if len(loads) != depth:
             raise ValueError(f"level_loads={loads!r}: needs {depth} shares, one per level on one of {n} destinations")
         factor = self.capacity_factor

@@ -2,13 +2,30 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Int, Key
 
+from moejax.placement import ExpertTable
 from moejax.pytree import pytree
 
 _PER_TOKEN = ("token_ids", "domain_ids", "expert_mask", "replay")
+
+
+@pytree
+class BatchCounts:
+    """What a counting pass found of all micro-batches of one optimizer step.
+
+    Attributes:
+      tokens_per_expert: [E], as `RoutingStats.tokens_per_expert`, added up.
+      num_tokens: valid tokens, added up.
+      num_microbatches: int32, how many there are.
+    """
+
+    tokens_per_expert: Int[Array, "*layers E"]
+    num_tokens: Int[Array, "*layers"]
+    num_microbatches: Int[Array, "*layers"]
 
 
 @pytree
@@ -22,12 +39,16 @@ class RoutingContext:
       domain_ids: [batch, seq] int32, each token's domain, from 0, for the divergence loss.
       expert_mask: bool, [batch, seq, E] or what broadcasts to it: True where a token may go (VL-MoE, arXiv 2303.07226). For
         groups of tokens, index a mask [groups, E] by each token's group. A token that may go nowhere gets zeros.
-      replay: [batch, seq, top_k] int32, recorded `Routing.expert` to take in place of the router's choice, so that a
-        recomputation routes alike; weights and losses are today's.
+      replay: [batch, seq, k] int32, what a call with `record` gave as `RoutingStats.expert`, to take in place of the router's
+        choice, so that a recomputation routes alike; weights and losses are today's. -1: a choice that is not used.
+      batch: for loss_scope "batch", the counts of all micro-batches of an optimizer step; None: this call has them all.
+      placement: where experts are, of a layer with `MoEConfig.num_slots`: `ExpertPlacement.table()`. Layers have one of their
+        own (a RouterState `placement`; in linen in the collection "router_state"), which this one comes before.
       train: False at evaluation: no noise, no jitter.
       num_domains: how many domains there are; with domain_ids.
       expert_budget: at evaluation, the whole batch uses at most this many experts: those of the largest summed scores over
         all tokens (XShare, arXiv 2602.07265). None: any number.
+      record: the call's stats have `expert`.
       force_balance: route token i to experts i*k, i*k + 1 ... modulo E whatever the logits say: for benchmarks.
     """
 
@@ -36,14 +57,17 @@ class RoutingContext:
     domain_ids: Int[Array, "b s"] | None = None
     expert_mask: Bool[Array, "#b #s E"] | None = None
     replay: Int[Array, "b s k"] | None = None
+    batch: BatchCounts | None = None
+    placement: ExpertTable | None = None
     train: bool = dataclasses.field(default=True, metadata={"static": True})
     num_domains: int | None = dataclasses.field(default=None, metadata={"static": True})
     expert_budget: int | None = dataclasses.field(default=None, metadata={"static": True})
+    record: bool = dataclasses.field(default=False, metadata={"static": True})
     force_balance: bool = dataclasses.field(default=False, metadata={"static": True})
 
-    def check(self, batch_seq: tuple[int, ...], num_experts: int, top_k: int) -> None:
+    def check(self, batch_seq: tuple[int, ...], num_experts: int, top_k: int, choices: int) -> None:
         """Raises ValueError where it does not fit a layer of these sizes and an x of [batch, seq]."""
-        shapes = {"token_ids": batch_seq, "domain_ids": batch_seq, "replay": (*batch_seq, top_k)}
+        shapes = {"token_ids": batch_seq, "domain_ids": batch_seq, "replay": (*batch_seq, choices)}
         for name, shape in shapes.items():
             given = getattr(self, name)
             if given is not None and (given.shape != shape or not jnp.issubdtype(given.dtype, jnp.integer)):
@@ -69,7 +93,13 @@ class RoutingContext:
     def specs(self, spec: P) -> "RoutingContext":
         """Where the leaves of a flat context live: those of tokens by `spec`, the key everywhere."""
         given = {name: spec for name in _PER_TOKEN if getattr(self, name) is not None}
-        return dataclasses.replace(self, key=None if self.key is None else P(), **given)
+        everywhere = {name: P() for name in ("key", "batch", "placement") if getattr(self, name) is not None}
+        return dataclasses.replace(self, **everywhere, **given)
+
+    def by_layer(self, num_layers: int) -> "dict[str, Array | BatchCounts]":
+        """The fields that differ from layer to layer of a stack, [num_layers, ...]; a key becomes one for each layer."""
+        given = {name: getattr(self, name) for name in ("replay", "batch", "placement") if getattr(self, name) is not None}
+        return given if self.key is None else {**given, "key": jax.random.split(self.key, num_layers)}
 
 
 def _broadcasts(shape: tuple[int, ...], whole: tuple[int, ...]) -> bool:

@@ -4,6 +4,7 @@ Shape legend. T: tokens of the whole batch, d: model width, f: expert width, E: 
 """
 
 import dataclasses
+import functools
 from typing import Any, TypeAlias
 
 import jax
@@ -19,7 +20,8 @@ from moejax.config import MoEConfig
 from moejax.context import RoutingContext
 from moejax.experts import LOGICAL_AXES, expert_shapes
 from moejax.line import ApplyExpert, Line
-from moejax.params import born_sharded
+from moejax.params import Init, born_sharded
+from moejax.placement import ExpertPlacement, ExpertTable
 from moejax.routing import LoadState, TwoMatrices
 from moejax.stats import RoutingStats
 
@@ -46,8 +48,11 @@ class MoELayer(nnx.Module):
         check_layer(cfg, rules, ax.current_mesh())
         self.cfg, self.rules = cfg, rules
         for name, (shape, logical) in param_shapes(cfg).items():
-            setattr(self, name, born_sharded(init_param, rngs.params(), shape, cfg.param_dtype, logical, rules))
+            init = param_init(cfg, name)
+            setattr(self, name, born_sharded(init, rngs.params(), shape, cfg.param_dtype, logical, rules))
         self.router_state = RouterState(cfg.router_rule.init_state(cfg.num_experts))
+        if cfg.num_slots is not None:
+            self.placement = RouterState(first_table(cfg))
 
     def __call__(
         self,
@@ -67,16 +72,20 @@ class MoELayer(nnx.Module):
         """
         params = {name: getattr(self, name)[...] for name in param_shapes(self.cfg)}
         state = self.router_state.get_value()
+        if self.cfg.num_slots is not None:
+            context = with_table(context, self.placement.get_value())
         return moe(params, x, valid, state, cfg=self.cfg, rules=self.rules, context=context)
 
 
 def param_shapes(cfg: MoEConfig) -> ParamShapes:
-    """Each parameter's shape and logical axes, by name: router, expert_up ..., shared_up ..."""
+    """Each parameter's shape and logical axes, by name: router, expert_up ..., shared_up ...; of groups expert_0_up ..."""
     found: ParamShapes = {"router": ((cfg.d_model, cfg.num_experts), (None, None))}
     if isinstance(cfg.router_rule, TwoMatrices):
         found["router_noise"] = found["router"]
-    for name, shape in expert_shapes(cfg.num_experts, cfg.d_model, cfg.d_ff, cfg.activation).items():
-        found[f"expert_{name}"] = (shape, LOGICAL_AXES[name])
+    for g, group in enumerate(cfg.expert_groups):
+        prefix = "expert" if cfg.expert_sizes is None else f"expert_{g}"
+        for name, shape in expert_shapes(*group, cfg.activation).items():
+            found[f"{prefix}_{name}"] = (shape, LOGICAL_AXES[name])
     if cfg.num_shared_experts:
         width = cfg.num_shared_experts * cfg.d_ff
         for name, shape in expert_shapes(1, cfg.d_model, width, cfg.activation).items():
@@ -89,6 +98,31 @@ def init_param(key: Array, shape: tuple[int, ...], dtype: str) -> Array:
     return jax.nn.initializers.lecun_normal(batch_axis=tuple(range(len(shape) - 2)))(key, shape, dtype)
 
 
+@functools.cache
+def param_init(cfg: MoEConfig, name: str) -> Init:
+    """What makes the parameter of that name; replicas of an expert begin alike."""
+    if cfg.num_slots is None or not name.startswith("expert_"):
+        return init_param
+    expert_of = first_placement(cfg).expert_of
+    return lambda key, shape, dtype: init_param(key, (cfg.num_experts, *shape[1:]), dtype)[jnp.asarray(expert_of)]
+
+
+def first_placement(cfg: MoEConfig) -> ExpertPlacement:
+    """Where the experts of a new layer are."""
+    return ExpertPlacement.even(cfg.num_experts, cfg.num_places)
+
+
+def first_table(cfg: MoEConfig) -> ExpertTable:
+    """The same, for the devices."""
+    return first_placement(cfg).table()
+
+
+def with_table(context: RoutingContext | None, table: ExpertTable) -> RoutingContext:
+    """The context with the layer's own table, unless the call brought one."""
+    context = RoutingContext() if context is None else context
+    return context if context.placement is not None else dataclasses.replace(context, placement=table)
+
+
 def check_layer(cfg: MoEConfig, rules: AxisRules, mesh) -> ShardAxes:
     """The layer's axes on the mesh.
 
@@ -96,9 +130,12 @@ def check_layer(cfg: MoEConfig, rules: AxisRules, mesh) -> ShardAxes:
       ValueError: where a mesh axis does not divide the dimension that the rules shard over it.
     """
     axes = rules.resolve(mesh)
-    ax.check_divides("num_experts", cfg.num_experts, axes.expert, mesh)
+    name = "num_experts" if cfg.num_slots is None else "num_slots"
+    groups = 1 if cfg.expert_sizes is None else len(cfg.expert_sizes)
+    ax.check_divides(name if groups == 1 else "experts of each size", cfg.num_places // groups, axes.expert, mesh)
     ax.check_divides("d_model", cfg.d_model, axes.embed, mesh)
-    ax.check_divides("d_ff", cfg.d_ff, axes.mlp, mesh)
+    for size in (cfg.d_ff, *(cfg.expert_sizes or ())):
+        ax.check_divides("d_ff" if size == cfg.d_ff else "expert_sizes", size, axes.mlp, mesh)
     if cfg.overlap:
         ax.check_divides("d_model", cfg.d_model, axes.embed + axes.mlp, mesh)
     if cfg.num_senders is not None:
@@ -116,8 +153,10 @@ def _check_groups(cfg: MoEConfig, axes: ShardAxes, mesh) -> None:
     shards = ax.mesh_size(mesh, axes.tokens)
     n = cfg.num_destinations or ax.mesh_size(mesh, axes.expert)
     senders = cfg.num_senders or shards
-    if cfg.num_experts % n:
-        raise ValueError(f"num_destinations={n} does not divide num_experts={cfg.num_experts}")
+    groups = 1 if cfg.expert_sizes is None else len(cfg.expert_sizes)
+    if cfg.num_places // groups % n:
+        what = "num_slots" if cfg.num_slots else "num_experts" if groups == 1 else "experts of each size"
+        raise ValueError(f"num_destinations={n} does not divide {what}={cfg.num_places // groups}")
     if not axes.expert:
         if senders // shards % n:
             raise ValueError(f"num_senders={senders} over {shards} token shards: each needs a multiple of {n} destinations")
@@ -165,7 +204,8 @@ def moe(
     if x.ndim != 3 or x.shape[-1] != cfg.d_model:
         raise ValueError(f"x of shape {x.shape}: needs [batch, seq, d_model={cfg.d_model}]")
     context = RoutingContext() if context is None else context
-    context.check(x.shape[:2], cfg.num_experts, cfg.top_k)
+    context.check(x.shape[:2], cfg.num_experts, cfg.top_k, cfg.choices)
+    _check_table(cfg, context.placement)
     _check_call(params, x, valid, cfg, whole=not mesh.manual_axes and apply_expert is None)
     auto = tuple(name for name in axes.all if name not in mesh.manual_axes)
     tokens = tuple(name for name in axes.tokens if name in auto)
@@ -179,14 +219,26 @@ def moe(
     context = context.flat(flat.split, x.shape[:2], cfg.num_experts)
     args = (params, flat.split(x), flat.split(valid), state, context)
     if not auto:
-        y, stats = line(*args)
+        y, stats, expert = line(*args)
     else:
         in_specs = (param_specs, flat.spec, flat.spec, P(), context.specs(flat.spec))
         # Up to jax 0.12 a nested shard_map cannot hand residuals to its backward: they name the outer, manual axes.
         line = jax.checkpoint(line) if mesh.manual_axes else line
-        run = jax.shard_map(line, in_specs=in_specs, out_specs=(flat.spec, P()), axis_names=set(auto))
-        y, stats = run(*flat.place(args, in_specs))
-    return flat.join(y, x), stats
+        out_specs = flat.spec, P(), flat.spec if context.record else None
+        run = jax.shard_map(line, in_specs=in_specs, out_specs=out_specs, axis_names=set(auto))
+        y, stats, expert = run(*flat.place(args, in_specs))
+    return flat.join(y, x), stats if expert is None else dataclasses.replace(stats, expert=flat.join(expert, x))
+
+
+def _check_table(cfg: MoEConfig, table: ExpertTable | None) -> None:
+    if cfg.num_slots is None or table is None:
+        if cfg.num_slots is not None or table is not None:
+            given = None if table is None else "a table"
+            raise ValueError(f"context.placement={given}: num_slots={cfg.num_slots}; needs a table with slots, and only then")
+        return
+    shape = (cfg.num_experts, cfg.num_slots - cfg.num_experts + 1)
+    if table.slots.shape != shape:
+        raise ValueError(f"context.placement of shape {table.slots.shape}: num_slots={cfg.num_slots} needs {shape}")
 
 
 def _check_call(params, x, valid, cfg, whole: bool) -> None:
@@ -236,8 +288,8 @@ class _Flat:
         return jax.tree.map(lambda spec, part: jax.tree.map(lambda leaf: reshard(leaf, spec), part), specs, args)
 
     def join(self, y, like):
-        num_tokens = like.shape[0] * like.shape[1]
+        num_tokens, shape = like.shape[0] * like.shape[1], (*like.shape[:2], y.shape[-1])
         if not self.explicit:
-            return y[:num_tokens].reshape(like.shape)
+            return y[:num_tokens].reshape(shape)
         y = reshard(y, self.spec if like.shape[0] % self.multiple == 0 else P())
-        return reshard(y[:num_tokens].reshape(like.shape), jax.typeof(like).sharding.spec)
+        return reshard(y[:num_tokens].reshape(shape), jax.typeof(like).sharding.spec)

@@ -128,6 +128,9 @@ def _check(cfg: MoEConfig, rules: AxisRules) -> None:
     if cfg.exchange == "ragged":
         legal = ", ".join(name for name in EXCHANGES if name != "ragged")
         raise ValueError(f"exchange='ragged': lifted experts work on cells; legal are {legal}")
+    for name in ("expert_sizes", "num_slots"):
+        if getattr(cfg, name) is not None:
+            raise ValueError(f"{name}={getattr(cfg, name)!r}: lifted experts are alike and have a place each; legal is None")
     axes = check_layer(cfg, rules, current_mesh())
     if axes.mlp:
         raise ValueError(f"mlp axes {axes.mlp!r}: a lifted expert is whole on its shard; legal is AxisRules(mlp=None)")

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
@@ -26,16 +27,18 @@ from moejax.exchange.form import choose_form
 from moejax.experts import LOGICAL_AXES, ApplyRows, GroupedExperts
 from moejax.flat_plan import FlatPlan, place_flat, with_rest
 from moejax.kernels.rows import weighed
-from moejax.losses import extra_losses, load_balance_loss, router_z_loss
+from moejax.losses import entropy_loss, extra_losses, load_balance_loss, router_z_loss
 from moejax.permute import unstack
+from moejax.placement import ExpertTable, by_expert, choose_slots, tied
 from moejax.plan import DispatchPlan, place_in_cells, rank_pairs
 from moejax.pool import PoolPlan, make_pool_plan
 from moejax.pytree import pytree
 from moejax.receive import take_in
 from moejax.ring_sum import sum_round
 from moejax.route import route
-from moejax.routing import PerSequence, Tokens
+from moejax.routing import Measured, PerSequence, Routing, Tokens
 from moejax.stats import RoutingStats
+from moejax.unlike_experts import UnlikeExperts, slot_of_expert
 
 logger = logging.getLogger(__name__)
 ApplyExpert = Callable[[Any, Array], Array]
@@ -87,14 +90,21 @@ class Line:
     apply_expert: ApplyExpert | None = None
 
     def __call__(self, params: dict[str, Any], x, valid, state, context: RoutingContext):
-        """Per shard: params by name, x [t, d], valid [t], the router's state, flat context -> (y [t, d], RoutingStats)."""
+        """Per shard: params by name, x [t, d], valid [t], the router's state, flat context.
+
+        Returns:
+          (y [t, d], RoutingStats, what is recorded of the routing [t, k] or None).
+        """
         cfg, axes = self.cfg, self.axes
         x = jnp.where(valid[:, None], x, 0)
         with jax.named_scope("moe/route"):
             tokens = self.tokens(valid, context)
             routing = route(x, params["router"], state, cfg, tokens, params.get("router_noise"))
             name = self.exchange(x.shape[0])
-            plan = self.plan(routing, valid, name)
+            plan = self.plan(self.placed(routing, tokens), valid, name)
+        if context.placement is not None:
+            tie = lambda weights: tied(weights, context.placement, axes.expert)
+            params = {name: tie(leaf) if name.startswith("expert_") else leaf for name, leaf in params.items()}
         inside = ax.vary_over(x, axes.mlp).astype(cfg.dtype)
         plan = dataclasses.replace(plan, weight=ax.vary_over(plan.weight, axes.mlp))
         sums = self.sums_round(name)
@@ -106,15 +116,50 @@ class Line:
         # Zeros already; the mask keeps a padded row's cotangent, whatever it is, out of all gradients.
         y = jax.tree.map(lambda part: jnp.where(valid[:, None], part, 0), y)
         y = sum_round(y, sums, ax.axis_size(axes.embed)) if sums else ax.sum_over(y, axes.mlp)
-        return y.astype(x.dtype), self.stats(routing, plan, tokens, num_rows)
+        stats = self.stats(routing, plan, tokens, num_rows)
+        return y.astype(x.dtype), stats, routing.record if context.record else None
 
     def sums_round(self, exchange: str) -> tuple[str, ...]:
         """The mlp axes, where outputs come in parts by columns, whose sums over these axes overlap; else they are one sum."""
         in_parts = self.cfg.overlap and exchange in CHUNKED and self.rows_stand(exchange) == "cell"
         return self.axes.mlp if in_parts else ()
 
-    def experts(self, params, sums: tuple[str, ...]) -> GroupedExperts | LiftedExperts:
+    def placed(self, routing: Routing, tokens: Tokens) -> Routing:
+        """The routing by the places that experts have among the shards' weights: who has no place left goes nowhere."""
+        cfg, table = self.cfg, tokens.context.placement
+        routing = dataclasses.replace(routing, token=None)  # not by token, which plans go by
+        if cfg.expert_sizes is not None:
+            place = slot_of_expert(routing.expert, cfg.num_experts, len(cfg.expert_sizes), self.num_destinations)
+            return dataclasses.replace(routing, expert=place)
+        if table is None:
+            return routing
+        senders = self.num_senders, ax.axis_index(self.axes.tokens) * self.num_senders
+        slot, served = choose_slots(routing.expert, routing.counted(tokens.valid), table, senders)
+        used = served if routing.used is None else routing.used & served
+        weight = jnp.where(used, routing.weight, 0)
+        return dataclasses.replace(routing, expert=slot, used=used, weight=weight, places=cfg.num_places)
+
+    def by_expert(self, counts, table: ExpertTable | None):
+        """Counts by place [P] as counts by expert [E]."""
+        cfg = self.cfg
+        if table is not None:
+            return by_expert(counts, table)
+        if cfg.expert_sizes is None:
+            return counts
+        every = np.arange(cfg.num_experts)
+        return counts[slot_of_expert(every, cfg.num_experts, len(cfg.expert_sizes), self.num_destinations)]
+
+    @property
+    def num_destinations(self) -> int:
+        """Devices that the experts are divided over."""
+        axes, cfg = self.axes.expert, self.cfg
+        return ax.axis_size(axes) if axes or cfg.capacity != "pool" else cfg.num_destinations or 1
+
+    def experts(self, params, sums: tuple[str, ...]) -> GroupedExperts | LiftedExperts | UnlikeExperts:
         """This shard's experts, ready for their rows."""
+        if self.cfg.expert_sizes is not None:
+            groups = range(len(self.cfg.expert_sizes))
+            return UnlikeExperts(tuple(_grouped(params, f"expert_{g}", self.cfg, self.axes, sums) for g in groups))
         if self.apply_expert is None:
             return _grouped(params, "expert", self.cfg, self.axes, sums)
         return LiftedExperts(ax.vary_over(params["experts"], self.axes.tokens), self.apply_expert)
@@ -138,7 +183,7 @@ class Line:
     def wire(self, exchange: str) -> Wire:
         """How the exchange of that name is to cross."""
         cfg, axes = self.cfg, self.axes.expert
-        form = choose_form(cfg, self.rows_stand(exchange), exchange, ax.platform(), cfg.num_experts // ax.axis_size(axes))
+        form = choose_form(cfg, self.rows_stand(exchange), exchange, ax.platform(), cfg.num_places // ax.axis_size(axes))
         return Wire(axes, cfg.codecs, cfg.num_chunks, self.axes.tokens, form.weigh_at, form.exchange_by)
 
     def rows_stand(self, exchange: str) -> str:
@@ -179,19 +224,34 @@ class Line:
 
     def stats(self, routing, plan, tokens: Tokens, num_rows) -> RoutingStats:
         cfg, axes, valid = self.cfg, self.axes, tokens.valid
-        aux = load_balance_loss(routing, valid, scope=cfg.loss_scope, axes=axes.tokens, sequence=self.sequences(valid.shape[0]))
-        total = lambda counts: counts.reshape(-1, cfg.num_experts).sum(0)
-        routed, kept, worked = ax.sum_over((total(plan.routed), total(plan.kept), num_rows), axes.tokens)
+        batch = tokens.context.batch if cfg.loss_scope == "batch" else None
+        by = {"scope": cfg.loss_scope, "axes": axes.tokens, "sequence": self.sequences(valid.shape[0]), "batch": batch}
+        total = lambda counts: counts.reshape(-1, cfg.num_places).sum(0)
+        served, table = total(plan.routed), tokens.context.placement
+        asked = self.by_expert(served, table)
+        lost = 0 if table is None else jnp.where(table.count > 0, 0, _asked(routing, valid))
+        counts = asked + lost, served.sum(), total(plan.kept).sum(), num_rows, valid.sum()
+        routed, served, kept, worked, num_tokens = ax.sum_over(counts, axes.tokens)
         return RoutingStats(
-            aux_loss=aux,
-            z_loss=router_z_loss(routing, valid, axes.tokens),
+            aux_loss=load_balance_loss(routing, valid, **by),
+            z_loss=router_z_loss(routing, valid, axes.tokens, batch),
             tokens_per_expert=routed,
+            num_tokens=num_tokens,
             num_assignments=routed.sum(),
             num_dropped=routed.sum() - worked,
-            num_dropped_at_receiver=kept.sum() - worked,
+            num_dropped_at_receiver=kept - worked,
+            num_missing=routed.sum() - served,
             token_straggler=_straggler(num_rows, axes.tokens),
-            extra=extra_losses(routing, tokens, [name for name, _ in cfg.extra_losses]),
+            entropy=entropy_loss(lax.stop_gradient(routing), valid, axes.tokens),
+            extra=extra_losses(routing, tokens, [name for name, _ in cfg.extra_losses], cfg.expert_sizes),
+            measured=self.measured(routing, tokens),
         )
+
+    def measured(self, routing: Routing, tokens: Tokens) -> dict[str, Array]:
+        """The router's own figures, over all shards."""
+        rule = self.cfg.router_rule
+        sums = rule.measure(lax.stop_gradient(routing), tokens) if isinstance(rule, Measured) else {}
+        return {name: total / jnp.maximum(count, 1) for name, (total, count) in ax.sum_over(sums, tokens.axes).items()}
 
     def tokens(self, valid, context: RoutingContext) -> Tokens:
         """What the router may know of this shard's tokens."""
@@ -212,6 +272,12 @@ class Line:
         count = -(-t * ax.axis_size(inner) // self.seq)
         position = ax.axis_index(inner) * t + jnp.arange(t)
         return ax.axis_index(outer) * count + position // self.seq, count * ax.axis_size(outer)
+
+
+def _asked(routing: Routing, valid):
+    """[E] pairs that chose each expert."""
+    experts = jnp.arange(routing.logits.shape[-1])
+    return ((routing.expert[:, :, None] == experts) & routing.counted(valid)[:, :, None]).sum((0, 1), dtype=jnp.int32)
 
 
 def _straggler(num_rows, axes: tuple[str, ...]):

@@ -1,5 +1,7 @@
 """The same MoE layer for flax.linen models: `init`, `apply`, losses returned in the stats."""
 
+import functools
+
 import flax.linen as nn
 import jax
 from jaxtyping import Array, Bool, Float
@@ -7,7 +9,7 @@ from jaxtyping import Array, Bool, Float
 from moejax.axes import AxisRules, current_mesh
 from moejax.config import MoEConfig
 from moejax.context import RoutingContext
-from moejax.layer import check_layer, init_param, moe, param_shapes
+from moejax.layer import check_layer, first_table, moe, param_init, param_shapes, with_table
 from moejax.stats import RoutingStats
 
 
@@ -50,8 +52,11 @@ class MoELayer(nn.Module):
         check_layer(cfg, rules, mesh)
         params = {}
         for name, (shape, logical) in param_shapes(cfg).items():
-            init = nn.with_partitioning(_init, tuple(rules.spec(logical, mesh)))
+            make = functools.partial(_init, param_init(cfg, name))
+            init = nn.with_partitioning(make, tuple(rules.spec(logical, mesh)))
             params[name] = self.param(name, init, shape, cfg.param_dtype, rules.spec(logical, mesh))
+        if cfg.num_slots is not None:
+            context = with_table(context, self.variable("router_state", "placement", first_table, cfg).value)
         return moe(params, x, valid, router_state(self, cfg), cfg=cfg, rules=rules, context=context)
 
 
@@ -62,9 +67,9 @@ def router_state(module: nn.Module, cfg: MoEConfig):
     return module.variable("router_state", "state", cfg.router_rule.init_state, cfg.num_experts).value
 
 
-def _init(key, shape, dtype, spec):
+def _init(make, key, shape, dtype, spec):
     """Laid out where it is made: flax constrains a boxed parameter only when it is read."""
-    value, mesh = init_param(key, shape, dtype), current_mesh()
+    value, mesh = make(key, shape, dtype), current_mesh()
     if mesh.empty:
         return value
     explicit = jax.sharding.AxisType.Explicit in mesh.axis_types

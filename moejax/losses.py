@@ -11,6 +11,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
 from moejax.axes import sum_over
+from moejax.context import BatchCounts
 from moejax.routing import Routing, Tokens
 
 
@@ -21,6 +22,7 @@ def load_balance_loss(
     scope: str = "microbatch",
     axes: tuple[str, ...] = (),
     sequence: tuple[Int[Array, "t"], int] | None = None,
+    batch: BatchCounts | None = None,
 ) -> Float[Array, ""]:
     """E * sum_e f_e * P_e (Switch Transformer, eq. 4): 1 when balanced, up to E when one expert takes all.
 
@@ -30,10 +32,14 @@ def load_balance_loss(
     Args:
       routing: of this shard's tokens.
       valid: [t] which of them count.
-      scope: the group: "microbatch" (all shards' tokens), "shard" (this shard's), or "sequence".
+      scope: the group: "microbatch" (all shards' tokens), "shard" (this shard's), "sequence", or "batch".
       axes: mesh axes that tokens are sharded over.
       sequence: for scope "sequence", each token's sequence over all shards [t], ascending, and the number of sequences.
+      batch: for scope "batch", counts of all micro-batches; the mean of their losses is then the loss of all. None: these
+        tokens are all.
     """
+    if scope == "batch" and batch is not None:
+        return _share_of_batch(routing, valid, batch, axes)
     pairs = jax.nn.one_hot(routing.expert, routing.probs.shape[-1])
     pairs = (pairs if routing.used is None else jnp.where(routing.used[:, :, None], pairs, 0)).sum(1)  # [t, E]
     add = functools.partial(_add_up, valid=valid, sequence=sequence if scope == "sequence" else None)
@@ -48,6 +54,17 @@ def load_balance_loss(
     return total / jnp.maximum(groups, 1)
 
 
+def _share_of_batch(routing, valid, batch: BatchCounts, axes) -> Float[Array, ""]:
+    prob = sum_over(jnp.where(valid[:, None], routing.probs, 0).sum(0), axes)
+    share = batch.tokens_per_expert / jnp.maximum(batch.tokens_per_expert.sum(), 1)
+    return routing.probs.shape[-1] * (share * prob).sum() / _tokens_each(batch)
+
+
+def _tokens_each(batch: BatchCounts) -> Float[Array, ""]:
+    """Valid tokens of a micro-batch, on average."""
+    return jnp.maximum(batch.num_tokens, 1) / batch.num_microbatches
+
+
 def _add_up(values: Float[Array, "t *n"], valid: Bool[Array, "t"], sequence) -> Float[Array, "G *n"]:
     """Sums over each group's valid tokens. Additions, not a product with a 0/1 matrix: that would have G*t entries, and
     round the probabilities on backends whose default product does."""
@@ -58,17 +75,20 @@ def _add_up(values: Float[Array, "t *n"], valid: Bool[Array, "t"], sequence) -> 
     return jax.ops.segment_sum(kept, index, count, indices_are_sorted=True)
 
 
-def router_z_loss(routing: Routing, valid: Bool[Array, "t"], axes: tuple[str, ...] = ()) -> Float[Array, ""]:
+def router_z_loss(
+    routing: Routing, valid: Bool[Array, "t"], axes: tuple[str, ...] = (), batch: BatchCounts | None = None
+) -> Float[Array, ""]:
     """Mean over valid tokens of logsumexp(logits)**2 (ST-MoE, eq. 5); keeps router logits small.
 
     Args:
       routing: of this shard's tokens.
       valid: [t] which of them count.
       axes: mesh axes that tokens are sharded over.
+      batch: counts of all micro-batches, for a loss whose mean over them is the mean over their tokens; None: these tokens'.
     """
     square = jnp.square(jax.nn.logsumexp(routing.logits, axis=-1))
     total, tokens = sum_over((jnp.where(valid, square, 0).sum(), valid.sum()), axes)
-    return total / jnp.maximum(tokens, 1)
+    return total / (jnp.maximum(tokens, 1) if batch is None else _tokens_each(batch))
 
 
 def importance_loss(routing: Routing, valid: Bool[Array, "t"], axes: tuple[str, ...] = ()) -> Float[Array, ""]:
@@ -155,7 +175,7 @@ def expert_divergence(
 
 
 def group_loss(
-    routing: Routing, valid: Bool[Array, "t"], sizes: tuple[float, ...], axes: tuple[str, ...] = ()
+    routing: Routing, valid: Bool[Array, "t"], sizes: tuple[int | float, ...], axes: tuple[str, ...] = ()
 ) -> Float[Array, ""]:
     """Steers tokens to small experts: G * sum_g (size_g / mean size) * f_g * P_g over groups of experts (MoHGE, 2604.23108).
 
@@ -184,8 +204,10 @@ def group_loss(
     return num_groups * (weight * share * probs / jnp.maximum(tokens, 1)).sum()
 
 
-def extra_losses(routing: Routing, tokens: Tokens, names: list[str]) -> dict[str, Float[Array, ""]]:
-    """The losses of these names, out of `moejax.config.EXTRA_LOSSES`.
+def extra_losses(
+    routing: Routing, tokens: Tokens, names: list[str], sizes: tuple[int, ...] | None = None
+) -> dict[str, Float[Array, ""]]:
+    """The losses of these names, out of `moejax.config.EXTRA_LOSSES`; sizes: `MoEConfig.expert_sizes`.
 
     Raises:
       ValueError: for "divergence" without domains.
@@ -194,6 +216,8 @@ def extra_losses(routing: Routing, tokens: Tokens, names: list[str]) -> dict[str
     for name in names:
         if name in _OF_ROUTING:
             found[name] = _OF_ROUTING[name](routing, tokens.valid, tokens.axes)
+        elif name == "group" and sizes is not None:
+            found[name] = group_loss(routing, tokens.valid, sizes, tokens.axes)
         elif context.domain_ids is None:
             raise ValueError(
                 "context.domain_ids=None: extra loss 'divergence' needs RoutingContext(domain_ids=..., num_domains=...)"

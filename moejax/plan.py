@@ -82,7 +82,7 @@ def make_plan(
 
 def rank_pairs(routing: Routing, valid: Bool[Array, "t"], num_senders: int, drop_by: str) -> Ranks:
     """Each pair's cell and its rank there; arguments as in `make_plan`."""
-    (t, k), num_experts = routing.expert.shape, routing.logits.shape[-1]
+    (t, k), num_experts = routing.expert.shape, routing.num_places
     num_cells = num_experts * num_senders
     sender = jnp.arange(t, dtype=jnp.int32) // (t // num_senders)
     cell = jnp.where(routing.counted(valid), routing.expert * num_senders + sender[:, None], num_cells)

@@ -120,7 +120,7 @@ def make_pool_plan(routing: Routing, valid: Bool[Array, "t"], rule: PoolRule) ->
       valid: [t] which tokens count; the others are in no pool.
       rule: the capacities.
     """
-    (t, k), num_experts, n, caps = routing.expert.shape, routing.logits.shape[-1], rule.num_destinations, rule.caps
+    (t, k), num_experts, n, caps = routing.expert.shape, routing.num_places, rule.num_destinations, rule.caps
     e, depth, width = num_experts // n, caps[0], sum(caps)
     offset = starts(caps)
     counted = routing.counted(valid)

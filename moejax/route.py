@@ -66,12 +66,21 @@ def _route_where(
 ) -> Routing:
     """Routes among the allowed experts. Tokens that may go nowhere are routed as if anywhere, and none of it is used."""
     if allowed is None:
-        return cfg.router_rule(logits, cfg.top_k, state, tokens)
+        return _as_recorded(cfg.router_rule(logits, cfg.top_k, state, tokens), tokens)
     somewhere = allowed | ~allowed.any(-1, keepdims=True)
     tokens = dataclasses.replace(tokens, allowed=somewhere)
-    routing = cfg.router_rule(jnp.where(somewhere, logits, MASKED), cfg.top_k, state, tokens)
+    routing = _as_recorded(cfg.router_rule(jnp.where(somewhere, logits, MASKED), cfg.top_k, state, tokens), tokens)
     used = pick(allowed.astype(jnp.float32), routing.expert) > 0
     used = used if routing.used is None else used & routing.used
+    return dataclasses.replace(routing, used=used, weight=jnp.where(used, routing.weight, 0))
+
+
+def _as_recorded(routing: Routing, tokens: Tokens) -> Routing:
+    """Without the choices that a replayed record does not use."""
+    replay = tokens.context.replay
+    if replay is None:
+        return routing
+    used = replay >= 0 if routing.used is None else routing.used & (replay >= 0)
     return dataclasses.replace(routing, used=used, weight=jnp.where(used, routing.weight, 0))
 
 

@@ -2,7 +2,20 @@
 
 import jax
 
-from moejax.routers import BiasState, Grouped, Hash, Noisy, Prototype, Queue, SigmoidBias, Sinkhorn, Softmax, Sticky, TopP
+from moejax.routers import (
+    BiasState,
+    ExpertChoice,
+    Grouped,
+    Hash,
+    Noisy,
+    Prototype,
+    Queue,
+    SigmoidBias,
+    Sinkhorn,
+    Softmax,
+    Sticky,
+    TopP,
+)
 from moejax.routing import Limited, LoadState, PerSequence, Router, Routing, Tokens
 
 __all__ = [
@@ -23,6 +36,7 @@ ROUTERS = {
     "softmax": Softmax,
     "sigmoid_bias": SigmoidBias,
     "grouped": Grouped,
+    "expert_choice": ExpertChoice,
     "prototype": Prototype,
     "hash": Hash,
     "noisy": Noisy,

@@ -10,10 +10,11 @@ from typing import Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Int, Key, Shaped
 
 from moejax import axes as ax
 from moejax.context import RoutingContext
+from moejax.load_state import LoadState
 from moejax.pytree import pytree
 
 MASKED = (
@@ -32,6 +33,9 @@ class Routing:
       probs: [t, E] float32, the router's normalised scores (the load-balance loss reads them).
       used: [t, k] bool, the choices that count; the others have weight 0 and take no capacity. None: all.
       load: [t, E] float32, for the load loss: how likely each token is to choose each expert. None: the router has none.
+      token: [E, c] int32, where experts choose: the tokens that each one takes, sequence by sequence, best first; t stands
+        for none. `expert` says the same by token. None: tokens choose.
+      places: where `expert` names slots of a placement, how many there are; None: it names experts.
     """
 
     expert: Int[Array, "t k"]
@@ -40,11 +44,23 @@ class Routing:
     probs: Float[Array, "t E"]
     used: Bool[Array, "t k"] | None = None
     load: Float[Array, "t E"] | None = None
+    token: Int[Array, "E c"] | None = None
+    places: int | None = dataclasses.field(default=None, metadata={"static": True})
 
     def counted(self, valid: Bool[Array, "t"]) -> Bool[Array, "t k"]:
         """[t, k] the pairs that count: used choices of valid tokens."""
         every = jnp.broadcast_to(valid[:, None], self.expert.shape)
         return every if self.used is None else every & self.used
+
+    @property
+    def num_places(self) -> int:
+        """How many experts, or slots, `expert` tells apart."""
+        return self.places or self.logits.shape[-1]
+
+    @property
+    def record(self) -> Int[Array, "t k"]:
+        """[t, k] what `RoutingContext.replay` takes: the chosen experts, -1 where a choice is not used."""
+        return self.expert if self.used is None else jnp.where(self.used, self.expert, -1)
 
 
 @pytree
@@ -85,19 +101,6 @@ class Tokens:
         return jax.vmap(lambda index: jax.random.fold_in(key, index))(self.position)
 
 
-class LoadState:
-    """A router's state, which `update_router` changes by the loads of a step, and nothing else does."""
-
-    def update(self, tokens_per_expert: Int[Array, "*layers E"]) -> "LoadState":
-        """The state after a step of these loads."""
-        raise NotImplementedError
-
-    @property
-    def loads_shape(self) -> tuple[int, ...]:
-        """The shape of the loads that it takes: (*layers, E)."""
-        raise NotImplementedError
-
-
 @runtime_checkable
 class Router(Protocol):
     """What a router is: a rule from logits to a Routing, and the state that it keeps between optimizer steps."""
@@ -128,6 +131,38 @@ class PerSequence(Protocol):
 
 
 @runtime_checkable
+class ExpertsChoose(Protocol):
+    """A router that may give one token more than `top_k` experts, and all of a shard's tokens top_k each on average at most."""
+
+    def most_choices(self, num_experts: int, top_k: int) -> int:
+        """Experts of one token at most: k of its Routing."""
+        ...
+
+
+@runtime_checkable
+class Measured(Protocol):
+    """A router with figures of its own, which `RoutingStats.measured` gives."""
+
+    def measure(self, routing: "Routing", tokens: "Tokens") -> dict[str, tuple[Array, Array]]:
+        """By name, this shard's (sum, count): the figure is the sums of all shards over their counts."""
+        ...
+
+
+@runtime_checkable
+class Draws(Protocol):
+    """A router that draws random numbers in training: it needs `RoutingContext.key`."""
+
+    draws: bool
+
+
+@runtime_checkable
+class ByTokenId(Protocol):
+    """A router that needs `RoutingContext.token_ids`."""
+
+    by_token_id: bool
+
+
+@runtime_checkable
 class TwoMatrices(Protocol):
     """A router with a second matrix, the parameter "router_noise"; its outputs are `Tokens.noise_logits`."""
 
@@ -154,7 +189,7 @@ def settle(expert: Int[Array, "t k"], num_experts: int, tokens: Tokens | None) -
     if tokens is None:
         return expert
     if tokens.context.replay is not None:
-        return tokens.context.replay
+        return jnp.maximum(tokens.context.replay, 0)
     if tokens.context.force_balance:
         top_k = expert.shape[-1]
         return (tokens.position[:, None] * top_k + jnp.arange(top_k, dtype=jnp.int32)) % num_experts
@@ -178,7 +213,7 @@ def softmax_weights(
     return jax.nn.softmax(pick(logits, expert)), probs
 
 
-def sequences(values: Float[Array, "t *rest"] | Bool[Array, "t *rest"], seq: int) -> Array:
+def sequences(values: Shaped[Array, "t *rest"], seq: int) -> Array:
     """[t, ...] -> [n, s, ...], the last sequence filled up with zeros."""
     short = -values.shape[0] % seq
     values = jnp.pad(values, [(0, short)] + [(0, 0)] * (values.ndim - 1)) if short else values

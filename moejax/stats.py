@@ -19,21 +19,32 @@ class RoutingStats:
       aux_loss: float32, the load-balance loss, not yet weighted.
       z_loss: float32, the router z-loss, not yet weighted.
       tokens_per_expert: [E] int32, pairs of valid tokens that chose each expert, before drops.
-      num_assignments: int32, their sum: valid tokens x top_k.
-      num_dropped: int32, those that found no room, at their sender or at the device that they were sent to.
+      num_tokens: int32, valid tokens.
+      num_assignments: int32, the sum of tokens_per_expert: valid tokens x top_k, for most routers.
+      num_dropped: int32, those that found no room, at their sender or at the device that they were sent to, and the missing.
       num_dropped_at_receiver: int32, the latter (pools, and cells with a receive_factor).
+      num_missing: int32, those of them whose expert has no live slot (see `moejax.placement`).
       token_straggler: float32, rows on the fullest expert device over the mean of all (max - mean, in rows worked on).
+      entropy: float32, the mean entropy of a token's router scores, in nats: log(E) where they are all alike.
       extra: float32 by name, the losses that `MoEConfig.extra_losses` asks for, not yet weighted.
+      measured: float32 by name, figures of the router's own: "switch_rate" of router "sticky".
+      expert: [batch, seq, k] int32, the experts of each token, -1 where a choice is not used; with
+        `RoutingContext(record=True)`, else None.
     """
 
     aux_loss: Float[Array, "*layers"]
     z_loss: Float[Array, "*layers"]
     tokens_per_expert: Int[Array, "*layers E"]
+    num_tokens: Int[Array, "*layers"]
     num_assignments: Int[Array, "*layers"]
     num_dropped: Int[Array, "*layers"]
     num_dropped_at_receiver: Int[Array, "*layers"]
+    num_missing: Int[Array, "*layers"]
     token_straggler: Float[Array, "*layers"]
+    entropy: Float[Array, "*layers"]
     extra: dict[str, Float[Array, "*layers"]] = dataclasses.field(default_factory=dict)
+    measured: dict[str, Float[Array, "*layers"]] = dataclasses.field(default_factory=dict)
+    expert: Int[Array, "*layers b s k"] | None = None
 
     @property
     def dropped_fraction(self) -> Float[Array, "*layers"]:
@@ -59,9 +70,12 @@ class RoutingStats:
 
 
 def add_microbatches(stats: RoutingStats) -> RoutingStats:
-    """Stats stacked over micro-batches [n, ...] as those of one step: counts add, losses and stragglers are averaged."""
+    """Stats stacked over micro-batches [n, ...] as those of one step: counts add, losses, stragglers and figures are averaged.
+
+    Recorded experts are left out: they belong to one micro-batch's tokens.
+    """
 
     def add(leaf):
         return leaf.sum(0) if jnp.issubdtype(leaf.dtype, jnp.integer) else leaf.mean(0)
 
-    return jax.tree.map(add, stats)
+    return jax.tree.map(add, dataclasses.replace(stats, expert=None))

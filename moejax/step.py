@@ -15,7 +15,9 @@ from jaxtyping import Array, Int
 
 from moejax.axes import AxisRules
 from moejax.config import positive
+from moejax.context import BatchCounts, RoutingContext
 from moejax.layer import RouterState
+from moejax.migration import copy_to_replicas, count_once
 from moejax.pytree import pytree
 from moejax.router import update_router
 from moejax.routing import LoadState
@@ -24,6 +26,7 @@ from moejax.transformer import Transformer, TransformerConfig
 
 Batch = dict[str, Array]
 Metrics = dict[str, Array]
+EVALUATION = RoutingContext(train=False)
 
 
 @pytree
@@ -97,6 +100,7 @@ def make_train_step(
     num_microbatches: int = 1,
     rules: AxisRules = AxisRules(),
     microbatch_overlap: int = 1,
+    seed: int = 0,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """A pure function from (state, batch) to (next state, metrics); jit it with `donate_argnums=0`.
 
@@ -113,39 +117,48 @@ def make_train_step(
         another's products (see `Transformer.together` and `moejax.compiler_options`); divides num_microbatches. Losses
         and gradients are those of 1; activations of that many micro-batches are held at once, so that 2 with twice the
         micro-batches takes the memory of 1.
+      seed: of the random numbers of routers that draw some, and of jitter; with the step and the micro-batch they make a key.
 
     Returns:
       The function. A batch holds [batch, seq] arrays: tokens, targets, segment_ids (0: padding), positions (int32) and
       loss_mask (bool: which targets count). Metrics are scalars (loss in nats a target, total_loss, aux_loss, z_loss,
-      grad_norm, num_targets, dropped_fraction, token_straggler), and tokens_per_expert [layers, E] and dropped [layers].
+      grad_norm, num_targets, dropped_fraction, token_straggler, routing_entropy, and what a router measures), and
+      tokens_per_expert [layers, E] and dropped [layers].
     """
     check_microbatches(num_microbatches, microbatch_overlap)
     graphdef = _abstract_model(cfg, rules)[0]
+    walk = _Walk(cfg, graphdef, num_microbatches, microbatch_overlap, seed)
 
-    def loss_fn(params, router, parts, num_targets):
+    def loss_fn(params, router, batches, num_targets):
         found = []
-        for loss_sum, _, stats in _forward(graphdef, params, router, parts):
+        for loss_sum, _, stats in _forward(graphdef, params, router, *batches):
             loss = loss_sum / num_targets * num_microbatches
             found.append((loss + (stats.loss(cfg.moe) if stats is not None else 0.0), loss, stats))
         return jnp.stack([total for total, _, _ in found]).sum(), jax.tree.map(lambda *leaves: jnp.stack(leaves), *found)
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         num_targets = jnp.maximum(batch["loss_mask"].sum(), 1)
+        parts = _split(batch, num_microbatches, microbatch_overlap)
+        turns = parts, jnp.arange(num_microbatches // microbatch_overlap)
+        counts = walk.count(state, turns)
 
-        def one(grads, parts):
+        def one(grads, turn):
+            batches = turn[0], walk.contexts(state.step, turn[1], counts)
             value_and_grad = jax.value_and_grad(loss_fn, has_aux=True)
-            (_, found), more = value_and_grad(state.params, state.router, parts, num_targets)
+            (_, found), more = value_and_grad(state.params, state.router, batches, num_targets)
             return jax.tree.map(jnp.add, grads, more), found
 
         zeros = jax.tree.map(jnp.zeros_like, state.params)
-        grads, found = lax.scan(one, zeros, _split(batch, num_microbatches, microbatch_overlap))
+        grads, found = lax.scan(one, zeros, turns)
         total, loss, stats = jax.tree.map(lambda leaf: leaf.reshape(num_microbatches, *leaf.shape[2:]), found)
-        grads = jax.tree.map(lambda grad: grad / num_microbatches, grads)
+        grads = count_once(jax.tree.map(lambda grad: grad / num_microbatches, grads), state.router)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        params = optax.apply_updates(state.params, updates)
+        params, opt_state = (copy_to_replicas(tree, state.router, rules) for tree in (params, opt_state))
         stats = None if stats is None else add_microbatches(stats)
         following = TrainState(
             step=state.step + 1,
-            params=optax.apply_updates(state.params, updates),
+            params=params,
             router=_update_routers(state.router, stats),
             opt_state=opt_state,
         )
@@ -155,13 +168,61 @@ def make_train_step(
     return train_step
 
 
-def make_eval_step(cfg: TransformerConfig, rules: AxisRules = AxisRules()) -> Callable[[Any, Any, Batch], Metrics]:
-    """A pure function from (params, router, batch) to {"loss_sum": nats, "num_targets": count} of the counted targets."""
+@dataclasses.dataclass(frozen=True)
+class _Walk:
+    """How a step walks through its micro-batches: `overlap` of them together, turn after turn."""
+
+    cfg: TransformerConfig
+    graphdef: Any
+    num_microbatches: int
+    overlap: int
+    seed: int
+
+    def contexts(self, step, turn, counts: BatchCounts | None) -> list[RoutingContext]:
+        """Of the micro-batches of a turn."""
+        moe = self.cfg.moe
+        if moe is None or not moe.draws:
+            return [RoutingContext(batch=counts)] * self.overlap
+        key = jax.random.fold_in(jax.random.key(self.seed), step)
+        indices = [turn * self.overlap + i for i in range(self.overlap)]
+        return [RoutingContext(key=jax.random.fold_in(key, index), batch=counts) for index in indices]
+
+    def count(self, state: TrainState, turns) -> BatchCounts | None:
+        """What loss_scope "batch" counts over, by a forward of all micro-batches; None where nothing needs it."""
+        moe, num = self.cfg.moe, self.num_microbatches
+        if moe is None or moe.loss_scope != "batch" or num == 1:
+            return None
+
+        def one(total, turn):
+            batches = turn[0], self.contexts(state.step, turn[1], None)
+            stats = [stats for _, _, stats in _forward(self.graphdef, state.params, state.router, *batches)]
+            return total, [(found.tokens_per_expert, found.num_tokens) for found in stats if found is not None]
+
+        loads, tokens = zip(*lax.scan(one, None, turns)[1], strict=True)
+        total = lambda parts: jnp.stack(parts).sum((0, 1))
+        return BatchCounts(total(loads), total(tokens), jnp.full(self.cfg.num_moe_layers, num, jnp.int32))
+
+
+def make_eval_step(
+    cfg: TransformerConfig, rules: AxisRules = AxisRules(), record: bool = False
+) -> Callable[[Any, Any, Batch], Metrics]:
+    """A pure function from (params, router, batch) to {"loss_sum": nats, "num_targets": count} of the counted targets.
+
+    Args:
+      cfg: the model.
+      rules: logical axes to mesh axes.
+      record: of a model with MoE layers, also {"expert": [layers, b, s, k] int32}, the experts that each token went to; -1
+        where a choice is not used, or the token is padding. As `RoutingContext.replay` it makes a call route alike.
+    """
     graphdef = _abstract_model(cfg, rules)[0]
+    context = dataclasses.replace(EVALUATION, record=record)
 
     def eval_step(params, router, batch: Batch) -> Metrics:
-        ((loss_sum, num_targets, _),) = _forward(graphdef, params, router, [batch])
-        return {"loss_sum": loss_sum, "num_targets": num_targets}
+        ((loss_sum, num_targets, stats),) = _forward(graphdef, params, router, [batch], [context])
+        found = {"loss_sum": loss_sum, "num_targets": num_targets}
+        if stats is None or stats.expert is None:
+            return found
+        return {**found, "expert": jnp.where(batch["segment_ids"][:, :, None] > 0, stats.expert, -1)}
 
     return eval_step
 
@@ -169,14 +230,19 @@ def make_eval_step(cfg: TransformerConfig, rules: AxisRules = AxisRules()) -> Ca
 def make_logits(cfg: TransformerConfig, rules: AxisRules = AxisRules()) -> Callable[[Any, Any, Array], Array]:
     """A pure function from (params, router, tokens [b, s]) to logits [b, s, V] float32."""
     graphdef = _abstract_model(cfg, rules)[0]
-    return lambda params, router, tokens: _merge(graphdef, params, router)(tokens)[0]
+    return lambda params, router, tokens: _merge(graphdef, params, router)(tokens, context=EVALUATION)[0]
 
 
-def _forward(graphdef, params, router, batches: Sequence[Batch]) -> list[tuple[Array, Array, RoutingStats | None]]:
+def _forward(
+    graphdef, params, router, batches: Sequence[Batch], contexts: Sequence[RoutingContext]
+) -> list[tuple[Array, Array, RoutingStats | None]]:
     """Of each batch, all side by side: the summed cross-entropy of its targets in nats, their number, its routing stats."""
     model = _merge(graphdef, params, router)
     found = []
-    outputs = model.together([(batch["tokens"], batch["segment_ids"], batch["positions"]) for batch in batches])
+    names = ("tokens", "segment_ids", "positions")
+    outputs = model.together(
+        [(*(batch[name] for name in names), context) for batch, context in zip(batches, contexts, strict=True)]
+    )
     for batch, (logits, stats) in zip(batches, outputs, strict=True):
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"])
         found.append((jnp.where(batch["loss_mask"], losses, 0).sum(), batch["loss_mask"].sum(), stats))
@@ -252,6 +318,8 @@ def _routing_metrics(stats: RoutingStats | None) -> Metrics:
         "z_loss": stats.z_loss.mean(),
         "dropped_fraction": stats.num_dropped.sum() / jnp.maximum(stats.num_assignments.sum(), 1),
         "token_straggler": stats.token_straggler.max(),
+        "routing_entropy": stats.entropy.mean(),
+        **{name: value.mean() for name, value in stats.measured.items()},
         "tokens_per_expert": stats.tokens_per_expert,
         "dropped": stats.num_dropped,
     }

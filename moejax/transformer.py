@@ -18,11 +18,13 @@ from jaxtyping import Array, Float, Int
 from moejax import axes as ax
 from moejax.axes import AxisRules
 from moejax.config import ACTIVATIONS, MoEConfig, float_dtype, one_of, positive, true_or_false
+from moejax.context import RoutingContext
 from moejax.experts import LOGICAL_AXES, NONLINEARITY, GroupedExperts, expert_shapes
 from moejax.layer import MoELayer, check_layer, init_param
 from moejax.params import born_sharded
 from moejax.remat import REMAT_POLICIES
 from moejax.ring_feed_forward import feed_forward_over_mesh
+from moejax.routing import ByTokenId
 from moejax.stats import RoutingStats
 
 
@@ -249,15 +251,15 @@ class Block(nnx.Module):
         else:
             self.feed_forward = FeedForward(cfg, rules=rules, rngs=rngs)
 
-    def __call__(self, x, segment_ids, positions) -> tuple[Float[Array, "b s d"], RoutingStats | None]:
-        """x: [b, s, d] -> ([b, s, d], the MoE layer's stats or None). Segment 0 is padding."""
+    def __call__(self, x, segment_ids, positions, context=None) -> tuple[Float[Array, "b s d"], RoutingStats | None]:
+        """x: [b, s, d], this layer's context -> ([b, s, d], the MoE layer's stats or None). Segment 0 is padding."""
         x += self.attention(self.attention_norm(x), segment_ids, positions)
         # Between attention and a feed-forward of rings tokens are divided as its first product takes them.
         x = constrain(x, self.rules, ("batch", "mlp", None) if self.in_rings else ("batch", None, None))
         normed = self.feed_forward_norm(x)
         if isinstance(self.feed_forward, FeedForward):
             return constrain(x + self.feed_forward(normed), self.rules), None
-        y, stats = self.feed_forward(normed, None if segment_ids is None else segment_ids > 0)
+        y, stats = self.feed_forward(normed, None if segment_ids is None else segment_ids > 0, context)
         return constrain(x + y, self.rules), stats
 
 
@@ -268,11 +270,11 @@ class Group(nnx.Module):
         """Args: cfg, the model; kinds, for each block whether it is MoE; rules; rngs, a stream `params`."""
         self.blocks = nnx.List([Block(cfg, is_moe, rules=rules, rngs=rngs) for is_moe in kinds])
 
-    def __call__(self, x, segment_ids, positions):
+    def __call__(self, x, segment_ids, positions, context=None):
         """x: [b, s, d] -> ([b, s, d], stats of the group's MoE block or None)."""
         stats = None
         for block in self.blocks:
-            x, stats = block(x, segment_ids, positions)
+            x, stats = block(x, segment_ids, positions, context)
         return x, stats
 
 
@@ -303,6 +305,7 @@ class Transformer(nnx.Module):
         tokens: Int[Array, "b s"],
         segment_ids: Int[Array, "b s"] | None = None,
         positions: Int[Array, "b s"] | None = None,
+        context: RoutingContext | None = None,
     ) -> tuple[Float[Array, "b s V"], RoutingStats | None]:
         """The next token's logits at every position.
 
@@ -310,35 +313,44 @@ class Transformer(nnx.Module):
           tokens: [b, s] int32.
           segment_ids: [b, s] int32; tokens attend within their own segment, and segment 0 is padding. None: one segment.
           positions: [b, s] int32, rotary positions; None: 0 to s - 1.
+          context: what the call says of all MoE layers' routing. Each gets a key of its own out of `key`; `replay` and `batch`
+            have a leading axis over them, as the stats have; `token_ids` are `tokens` unless given.
 
         Returns:
           (logits [b, s, V] float32, RoutingStats with a leading axis over the MoE layers, None for a dense model).
         """
-        return self.together([(tokens, segment_ids, positions)])[0]
+        return self.together([(tokens, segment_ids, positions, context)])[0]
 
-    def together(self, batches: Sequence[Sequence[Array | None]]) -> list[tuple[Array, RoutingStats | None]]:
+    def together(self, batches: Sequence[Sequence]) -> list[tuple[Array, RoutingStats | None]]:
         """What a call says of each of several batches, which go through each layer side by side.
 
         No batch waits for another, so what one sends over the expert axis can cross while another one's attention or
         experts work (NestPipe, 2604.06956), forward and backward. All their activations are held at once.
 
         Args:
-          batches: for each its (tokens, segment_ids, positions), as in a call.
+          batches: for each its (tokens, segment_ids, positions, context), as in a call.
 
         Returns:
           (logits, stats) of each, as of a call.
         """
         # Looked up whole in width: XLA replicates the result of a lookup in a table that is split there.
         table = constrain(self.embedding[...].astype(self.cfg.dtype), self.rules, ("vocab", None))
-        xs = tuple(constrain(table[tokens], self.rules) for tokens, _, _ in batches)
-        where = [(segments, _positions(tokens) if at is None else at) for tokens, segments, at in batches]
+        xs = tuple(constrain(table[tokens], self.rules) for tokens, *_ in batches)
+        where = [(segments, _positions(tokens) if at is None else at) for tokens, segments, at, _ in batches]
+        contexts = [self._context(tokens, context) for tokens, _, _, context in batches]
         stats = (None,) * len(xs)
-        for stack in self.stacks:
-            xs, found = _scan(stack, xs, where, self.cfg.remat)
+        for stack, (_, kinds) in zip(self.stacks, self.cfg.stacks, strict=True):
+            xs, found = _scan(stack, xs, where, contexts if any(kinds) else None, self.cfg)
             stats = found if found[0] is not None else stats
         table = (self.embedding if self.cfg.tie_embeddings else self.head)[...].astype(self.cfg.dtype)
         logits = [jnp.einsum("bsd,vd->bsv", self.norm(x), table, preferred_element_type=jnp.float32) for x in xs]
         return list(zip(logits, stats, strict=True))
+
+    def _context(self, tokens, context: RoutingContext | None) -> RoutingContext:
+        context = RoutingContext() if context is None else context
+        if self.cfg.moe is None or context.token_ids is not None or not isinstance(self.cfg.moe.router_rule, ByTokenId):
+            return context
+        return dataclasses.replace(context, token_ids=tokens)
 
 
 def _positions(tokens):
@@ -355,18 +367,22 @@ def _stack(cfg, repeats, kinds, rules, rngs):
     return make(jax.random.split(rngs.params(), repeats))
 
 
-def _scan(stack, xs, where, remat):
-    """A stack's layers over each of the batches xs; `where` has the segments and positions of each."""
+def _scan(stack, xs, where, contexts, cfg):
+    """A stack's layers over each of the batches xs; `where` has the segments and positions of each, `contexts` the contexts,
+    where the layers route."""
     graphdef, state = nnx.split(stack)
+    own = [context.by_layer(cfg.num_moe_layers) for context in contexts or ()]
 
     def body(xs, layer):
-        group = nnx.merge(graphdef, layer)
-        found = [group(x, *rest) for x, rest in zip(xs, where, strict=True)]
+        weights, own = layer
+        group = nnx.merge(graphdef, weights)
+        here = [dataclasses.replace(c, **fields) for c, fields in zip(contexts or (), own, strict=True)] or [None] * len(xs)
+        found = [group(x, *rest, context) for x, rest, context in zip(xs, where, here, strict=True)]
         return tuple(x for x, _ in found), tuple(stats for _, stats in found)
 
-    if remat != "none":
-        body = jax.checkpoint(body, policy=REMAT_POLICIES[remat], prevent_cse=False)
-    return lax.scan(body, xs, state)
+    if cfg.remat != "none":
+        body = jax.checkpoint(body, policy=REMAT_POLICIES[cfg.remat], prevent_cse=False)
+    return lax.scan(body, xs, (state, own))
 
 
 def constrain(x: Array, rules: AxisRules, logical: tuple[str | None, ...] = ("batch", None, None)) -> Array:

@@ -1,4 +1,4 @@
-"""What the README shows works: its Python runs as a stranger would run it, and its commands and files exist."""
+"""What the README and docs/placement.md show works: their Python runs as a stranger would run it; commands and files exist."""
 
 import importlib.util
 import os
@@ -11,7 +11,8 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
-PYTHON_BLOCKS = re.findall(r"^```python\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
+TEXTS = [README, (ROOT / "docs" / "placement.md").read_text()]
+PYTHON_BLOCKS = [block for text in TEXTS for block in re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)]
 
 
 def test_there_are_blocks():

@@ -139,13 +139,16 @@ class EvalConfig:
     Attributes:
       every: steps between evaluations; 0 evaluates at the end only.
       max_bytes: held-out documents are taken whole, in the order of their hashes, as long as they fit in this.
+      trace_tokens: of its first batch, tokens whose routing is recorded in `routing.npz`, which the pictures read; 0: none.
     """
 
     every: int = 1000
     max_bytes: int = 1_000_000
+    trace_tokens: int = 4096
 
     def __post_init__(self):
         _at_least("every", self.every, 0)
+        _at_least("trace_tokens", self.trace_tokens, 0)
         positive("max_bytes", self.max_bytes)
 
 
@@ -164,6 +167,32 @@ class AlarmConfig:
     def __post_init__(self):
         _above("dropped_fraction", self.dropped_fraction, 0)
         positive("dead_expert_steps", self.dead_expert_steps)
+
+
+@dataclasses.dataclass(frozen=True)
+class PlacementConfig:
+    """Experts that move between devices as their loads change; for models with `moe.num_slots`.
+
+    Attributes:
+      every: steps between two looks at the loads; 0: experts stay.
+      decay: what a step's loads weigh a step later.
+      horizon_steps: for how many steps loads are believed to stay as they are. Only what pays for its bytes by then is moved.
+      bytes_per_second: between two devices.
+      flops_per_second: of a device's products.
+    """
+
+    every: int = 0
+    decay: float = 0.9
+    horizon_steps: float = 1000
+    bytes_per_second: float = 5e10
+    flops_per_second: float = 4e14
+
+    def __post_init__(self):
+        _at_least("every", self.every, 0)
+        for name in ("horizon_steps", "bytes_per_second", "flops_per_second"):
+            _above(name, getattr(self, name), 0)
+        if not 0 <= self.decay < 1:
+            raise ValueError(f"decay={self.decay!r}: needs a number of at least 0 and below 1")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -197,6 +226,7 @@ class TrainConfig:
       checkpoint: when to save.
       eval: when to evaluate.
       alarms: what to warn of.
+      placement: when experts move.
       sample: the text written at the end.
       steps: optimizer steps in all.
       global_batch: rows of `seq` tokens in one step, over all devices and micro-batches.
@@ -221,6 +251,7 @@ class TrainConfig:
     checkpoint: CheckpointConfig = CheckpointConfig()
     eval: EvalConfig = EvalConfig()
     alarms: AlarmConfig = AlarmConfig()
+    placement: PlacementConfig = PlacementConfig()
     sample: SampleConfig = SampleConfig()
     num_microbatches: int = 1
     microbatch_overlap: int = 1
@@ -261,6 +292,8 @@ def _check_batch(cfg: TrainConfig, mesh: AbstractMesh) -> None:
     rows = cfg.global_batch // cfg.num_microbatches
     ax.check_divides("global_batch / num_microbatches", rows, RULES.axes("batch", mesh), mesh)
     moe = cfg.model.moe
+    if cfg.placement.every and (moe is None or moe.num_slots is None):
+        raise InputError(f"placement.every={cfg.placement.every}: needs model.moe.num_slots, or 0")
     if moe is not None and moe.num_senders is not None and rows * cfg.seq % moe.num_senders:
         raise InputError(
             f"model.moe.num_senders={moe.num_senders} does not divide a micro-batch of {rows} x {cfg.seq} tokens: "

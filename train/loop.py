@@ -93,6 +93,9 @@ def work(run: Run, stop: StopSignal, evaluate: Callable[[], dict[str, float]]) -
         run.state, metrics = train_step(run.state, batch)
         run.step += 1
         watch.take(run.step, metrics)
+        if run.mover.due(run.step):
+            watch.flush()
+            move_experts(run)
         if run.step % cfg.checkpoint.every == 0 or run.step == cfg.steps:
             watch.flush()
             save(run)
@@ -105,23 +108,39 @@ def work(run: Run, stop: StopSignal, evaluate: Callable[[], dict[str, float]]) -
         save(run)
 
 
+def move_experts(run: Run) -> None:
+    """Moves the experts whose moves pay, and logs what was moved."""
+    run.state, found = run.mover.move(run.state)
+    run.log.write("placement", run.step, found)
+    if any(found["moved"]):
+        before, after = (max(found[name]) for name in ("load_before", "load_after"))
+        run.display.say(
+            f"after step {run.step}: {sum(found['moved'])} slots take another expert; the fullest device had {before:.2f} "
+            f"times the mean load, and has {after:.2f}"
+        )
+
+
 def save(run: Run) -> None:
     """Starts to save the run as it is now."""
-    about = describe_run(run.cfg, run.text.corpus.digest)
+    about = {**describe_run(run.cfg, run.text.corpus.digest), "loads": run.mover.keep()}
     run.checkpoints.save(run.step, run.state, run.batches.get_state(), about)
 
 
 def make_evaluate(run: Run) -> Callable[[], dict[str, float]]:
-    """A function that evaluates the run's present state on all held-out rows: loss (nats a target), bits_per_byte."""
+    """A function that evaluates the run's present state on all held-out rows: loss (nats a target), bits_per_byte, and
+    specialisation (bits) where it is traced."""
     eval_step = eval_program(run.cfg)
     rows = run.cfg.global_batch // run.cfg.num_microbatches
 
     def evaluate() -> dict[str, float]:
-        nats, num_targets = 0.0, 0
+        nats, num_targets, traced = 0.0, 0, None
         for batch in eval_batches(run.text.held_out, rows, jax.process_index(), jax.process_count()):
-            found = eval_step(run.state.params, run.state.router, place_batch(batch, run.mesh))
+            placed = place_batch(batch, run.mesh)
+            found = eval_step(run.state.params, run.state.router, placed)
+            if run.recorder.wanted and traced is None:
+                traced = run.recorder.take(run.step, placed, found, run.log)
             nats, num_targets = nats + float(found["loss_sum"]), num_targets + int(found["num_targets"])
-        return {"loss": nats / num_targets, "bits_per_byte": bits_per_byte(nats, run.text.held_out_bytes)}
+        return {"loss": nats / num_targets, "bits_per_byte": bits_per_byte(nats, run.text.held_out_bytes), **(traced or {})}
 
     return evaluate
 
@@ -166,6 +185,7 @@ class Watch:
             last = saved_steps(run.checkpoints.folder)
             kept = f"the last good checkpoint is step {last[-1]}" if last else "no checkpoint was saved before it"
             raise RunError(f"{fault} at step {step}: stopped; {kept} in {run.checkpoints.folder}")
+        run.mover.add(found)
         for what in self.alarms.check(found):
             run.log.write("alarm", step, {"what": what})
             run.display.say(f"ALARM at step {step}: {what}")

@@ -5,16 +5,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from matplotlib.figure import Figure
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from tensorboardX import SummaryWriter
+
+Lines = list[dict[str, Any]]
 
 
 class MetricsLog:
     """`metrics.jsonl` and `tensorboard/` of a run folder.
 
-    Every line of the file is an object with `schema`, `kind` ("train", "eval", "alarm" or "final"), `step`, and what
-    was measured; losses are in nats per target.
+    Every line of the file is an object with `schema`, `kind` ("train", "eval", "placement", "alarm" or "final"), `step`, and
+    what was measured; losses are in nats per target.
     """
 
     def __init__(self, run_dir: Path, start_step: int):
@@ -33,6 +36,10 @@ class MetricsLog:
             if isinstance(value, int | float):
                 self._board.add_scalar(f"{kind}/{name}", value, step)
 
+    def draw(self, name: str, step: int, figure: Figure) -> None:
+        """Adds a picture to TensorBoard, and closes it."""
+        self._board.add_figure(name, figure, step)
+
     def close(self) -> None:
         """Writes out what is still in memory."""
         self._file.close()
@@ -44,6 +51,9 @@ class NoLog:
 
     def write(self, kind: str, step: int, values: dict[str, Any]) -> None:
         """Writes nothing: the first process does."""
+
+    def draw(self, name: str, step: int, figure: Figure) -> None:
+        """Draws nothing: the first process does."""
 
     def close(self) -> None:
         """Nothing to close."""

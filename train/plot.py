@@ -1,14 +1,14 @@
 """A run as one picture."""
 
 from pathlib import Path
-from typing import Any
 
 import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
-Lines = list[dict[str, Any]]
+from train.metrics import Lines
+
 _PANELS = {"squeeze": False, "sharex": True, "layout": "constrained"}
 
 

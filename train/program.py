@@ -11,13 +11,13 @@ from train.optimizer import make_optimizer
 
 def train_program(cfg: TrainConfig) -> jax.stages.Wrapped:
     """(state, batch) -> (next state, metrics); the state is donated. Under `jax.set_mesh`."""
-    step = make_train_step(cfg.model, make_optimizer(cfg), cfg.num_microbatches, RULES, cfg.microbatch_overlap)
+    step = make_train_step(cfg.model, make_optimizer(cfg), cfg.num_microbatches, RULES, cfg.microbatch_overlap, cfg.seed)
     return jax.jit(step, donate_argnums=0, compiler_options=_options(cfg))
 
 
 def eval_program(cfg: TrainConfig) -> jax.stages.Wrapped:
-    """(params, router, batch) -> {"loss_sum", "num_targets"}. Under `jax.set_mesh`."""
-    return jax.jit(make_eval_step(cfg.model, RULES), compiler_options=_options(cfg))
+    """(params, router, batch) -> {"loss_sum", "num_targets"}, and "expert" where it is traced. Under `jax.set_mesh`."""
+    return jax.jit(make_eval_step(cfg.model, RULES, record=cfg.eval.trace_tokens > 0), compiler_options=_options(cfg))
 
 
 def _options(cfg: TrainConfig) -> dict[str, str | bool]:

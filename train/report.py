@@ -4,6 +4,7 @@ import numpy as np
 
 from train.metrics import NoLog, read_metrics
 from train.ngram import byte_symbols, fit_ngrams
+from train.pictures import draw_routing
 from train.plot import plot_run
 from train.run import Run
 from train.sample import sample_text
@@ -42,6 +43,8 @@ def report(run: Run, evaluation: dict[str, float]) -> None:
     say(f"metrics      {run.log.path}")
     say(f"tensorboard  {run.folder / 'tensorboard'}")
     say(f"plot         {run.folder / 'plot.png'}")
+    for path in draw_routing(run.folder, f"{run.folder.name}: routing of a model trained on {run.text.corpus.name}"):
+        say(f"routing      {path}")
 
 
 def ngram_bits_per_byte(run: Run) -> dict[str, float]:

@@ -18,6 +18,8 @@ from train.data import Rows, make_rows, train_batches
 from train.errors import InputError
 from train.metrics import Display, MetricsLog, NoLog
 from train.optimizer import make_optimizer
+from train.placement import Mover
+from train.recorder import Recorder
 from train.sample import encode_prompt
 from train.tokens import Tokenizer, load_tokenizer
 
@@ -60,6 +62,8 @@ class Run:
       display: where it says what it does.
       checkpoints: where it is saved.
       log: where its metrics go.
+      mover: moves its experts.
+      recorder: of its routing.
       batches: the training batches from `step` on.
       state: after `step` steps.
       step: optimizer steps done.
@@ -72,6 +76,8 @@ class Run:
     display: Display
     checkpoints: Checkpoints
     log: MetricsLog | NoLog
+    mover: Mover
+    recorder: Recorder
     batches: grain.DatasetIterator
     state: TrainState
     step: int
@@ -125,13 +131,15 @@ def begin(cfg: TrainConfig, folder: Path, text: Text, display: Display, resume: 
     checkpoints = Checkpoints(folder, cfg.checkpoint.keep)
     batches = train_batches(text.train, cfg, jax.process_index(), jax.process_count())
     if step is None:
-        state = init_state(cfg.model, make_optimizer(cfg), jax.random.key(cfg.seed), RULES)
+        state, mover = init_state(cfg.model, make_optimizer(cfg), jax.random.key(cfg.seed), RULES), Mover(cfg)
     else:
-        state = _restore(checkpoints, step, cfg, text, batches, display)
+        state, mover = _restore(checkpoints, step, cfg, text, batches, display)
     step = step or 0
     log = MetricsLog(folder, step) if jax.process_index() == 0 else NoLog()
     display.start(step)
-    return Run(cfg, folder, jax.sharding.get_mesh(), text, display, checkpoints, log, batches, state, step)
+    recorder = Recorder(cfg, folder, text.tokenizer, step)
+    mesh = jax.sharding.get_mesh()
+    return Run(cfg, folder, mesh, text, display, checkpoints, log, mover, recorder, batches, state, step)
 
 
 def abstract_run_state(cfg: TrainConfig) -> TrainState:
@@ -140,7 +148,7 @@ def abstract_run_state(cfg: TrainConfig) -> TrainState:
     return abstract_state(cfg.model, make_optimizer(cfg), key, RULES)
 
 
-def _restore(checkpoints, step, cfg, text, batches, display) -> TrainState:
+def _restore(checkpoints, step, cfg, text, batches, display) -> tuple[TrainState, Mover]:
     found = checkpoints.restore(step, abstract_run_state(cfg))
     batches.set_state(found.position)
     display.say(f"resumed from step {step}")
@@ -149,7 +157,7 @@ def _restore(checkpoints, step, cfg, text, batches, display) -> TrainState:
     there = (before["corpus_sha256"], *(before["config"][name] for name in ("seed", "seq", "global_batch")))
     if here != there:
         display.say("the text, its order or its cut is not the checkpoint's: going on at the same batch of the new one")
-    return found.state
+    return found.state, Mover(cfg, before.get("loads"))
 
 
 def _agree(step: int | None) -> int | None:

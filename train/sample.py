@@ -6,6 +6,8 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from moejax.axes import mesh_size
+from moejax.routing import PerSequence
 from moejax.step import TrainState, make_logits
 from train.config import RULES, TrainConfig
 from train.errors import InputError
@@ -32,9 +34,13 @@ def sample_text(cfg: TrainConfig, state: TrainState, tokenizer: Tokenizer) -> st
     """The prompt and `cfg.sample.num_tokens` tokens after it, cut at the document's end if one is drawn."""
     prompt = encode_prompt(cfg, tokenizer)
     end = len(prompt) + cfg.sample.num_tokens
-    row = np.zeros((1, cfg.seq), np.int32)
-    row[0, : len(prompt)] = prompt
-    everywhere = NamedSharding(jax.sharding.get_mesh(), P())
+    mesh = jax.sharding.get_mesh()
+    moe = cfg.model.moe
+    # A router that goes by sequences needs one a shard; all but the first are copies that nobody reads.
+    copies = mesh_size(mesh, RULES.axes("batch", mesh)) if moe and isinstance(moe.router_rule, PerSequence) else 1
+    row = np.zeros((copies, cfg.seq), np.int32)
+    row[:, : len(prompt)] = prompt
+    everywhere = NamedSharding(mesh, P())
     draw = jax.jit(_make_draw(cfg, tokenizer.num_text_ids, len(prompt), end), out_shardings=everywhere)
     tokens = np.asarray(draw(state.params, state.router, row, jax.random.key(cfg.seed)))[0, 1:end]
     ends = np.flatnonzero(tokens == tokenizer.num_text_ids + 1)
@@ -42,7 +48,7 @@ def sample_text(cfg: TrainConfig, state: TrainState, tokenizer: Tokenizer) -> st
 
 
 def _make_draw(cfg: TrainConfig, num_text_ids: int, begin: int, end: int):
-    """(params, router, tokens [1, seq], key) -> tokens, those from `begin` to `end` drawn one after the other."""
+    """(params, router, tokens [n, seq], key) -> tokens, those from `begin` to `end` drawn one after the other, in all rows."""
     logits = make_logits(cfg.model, RULES)
     # Ids that stand for no text and do not end the document are never written.
     ids = np.arange(cfg.model.vocab_size)
@@ -54,7 +60,7 @@ def _make_draw(cfg: TrainConfig, num_text_ids: int, begin: int, end: int):
             key, now = jax.random.split(key)
             scores = logits(params, router, tokens)[0, i - 1] / cfg.sample.temperature
             token = jax.random.categorical(now, jnp.where(legal, scores, -jnp.inf))
-            return tokens.at[0, i].set(token.astype(jnp.int32)), key
+            return tokens.at[:, i].set(token.astype(jnp.int32)), key
 
         return jax.lax.fori_loop(begin, end, add_token, (tokens, key))[0]
 

@@ -42,11 +42,11 @@ def choose_exchange(cfg: MoEConfig, num_tokens: int, num_senders: int, num_shard
         return Choice("all_to_all", {"all_to_all": 0} if num_shards == 1 else {})
     row = sum(CODECS[name][i].row_bytes(cfg.d_model, dtype) for i, name in enumerate(cfg.codecs))
     tokens = num_tokens // num_senders
-    cells = cfg.num_experts * num_senders * cfg.cell_rows(tokens)
+    cells = cfg.num_places * num_senders * cfg.cell_rows(tokens)
     padded = num_shards * num_senders * cfg.pair_rows(tokens, num_shards)
     flat = min(cells, num_tokens * cfg.top_k) if platform() in NATIVE else padded
-    shapes = expert_shapes(cfg.num_experts // num_shards, cfg.d_model, cfg.d_ff, cfg.activation).values()
-    weights = dtype.itemsize * sum(shape[0] * shape[1] * shape[2] for shape in shapes)
+    shapes = [shape for group in cfg.expert_groups for shape in expert_shapes(*group, cfg.activation).values()]
+    weights = dtype.itemsize * sum(shape[0] * shape[1] * shape[2] for shape in shapes) // num_shards
     costs = {
         "all_to_all": 2 * others * cells * row,
         "ragged": 2 * others * flat * row,

@@ -1,5 +1,6 @@
 """The routers, one rule a file."""
 
+from moejax.routers.expert_choice import ExpertChoice
 from moejax.routers.grouped import Grouped
 from moejax.routers.hashed import Hash
 from moejax.routers.noisy import Noisy
@@ -10,9 +11,11 @@ from moejax.routers.sinkhorn import Sinkhorn
 from moejax.routers.softmax import Softmax
 from moejax.routers.sticky import Sticky
 from moejax.routers.top_p import TopP
+from moejax.routers.two_level import TwoLevel
 
 __all__ = [
     "BiasState",
+    "ExpertChoice",
     "Grouped",
     "Hash",
     "Noisy",
@@ -24,4 +27,5 @@ __all__ = [
     "Softmax",
     "Sticky",
     "TopP",
+    "TwoLevel",
 ]

@@ -21,6 +21,8 @@ class Hash:
 
     seed: int = 0
 
+    by_token_id = True
+
     def __post_init__(self):
         if type(self.seed) is not int or not 0 <= self.seed < 2**32:
             raise ValueError(f"seed={self.seed!r}: needs a whole number from 0 to 2**32 - 1")

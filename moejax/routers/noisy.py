@@ -25,6 +25,7 @@ class Noisy:
 
     floor: float = 1e-2
 
+    draws = True
     second_matrix = True  # the layer has a parameter router_noise, and hands its outputs over as Tokens.noise_logits
 
     def __post_init__(self):

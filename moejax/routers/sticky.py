@@ -16,7 +16,7 @@ class Sticky:
 
     A token's logits get `bonus` for the experts that the last valid token of its sequence before it chose, for the selection
     alone; weights are those of `Softmax`. Causal: nothing depends on later tokens. The selection runs along the sequence, one
-    small step a token. `switch_rate` says how often experts change.
+    small step a token. `RoutingStats.measured["switch_rate"]` says how often experts change.
 
     Attributes:
       bonus: what reuse is worth, in logits.
@@ -47,6 +47,10 @@ class Sticky:
         weight, probs = softmax_weights(logits, expert, self.renormalise)
         return Routing(expert, weight, logits, probs)
 
+    def measure(self, routing: Routing, tokens: Tokens) -> dict[str, tuple[Array, Array]]:
+        """{"switch_rate": ...}, see `switch_rate`."""
+        return {"switch_rate": _switches(sequences(routing.expert, tokens.seq), sequences(tokens.valid, tokens.seq))}
+
     def _walk(self, scores: Float[Array, "n s E"], valid: Bool[Array, "n s"], top_k: int) -> Int[Array, "n s k"]:
         """The choices of all sequences, position by position."""
 
@@ -68,7 +72,11 @@ def switch_rate(expert: Int[Array, "b s k"], valid: Bool[Array, "b s"] | None = 
       expert: [batch, seq, k], as `Routing.expert`.
       valid: [batch, seq] which tokens count; None: all.
     """
-    valid = jnp.ones(expert.shape[:2], bool) if valid is None else valid
+    total, count = _switches(expert, jnp.ones(expert.shape[:2], bool) if valid is None else valid)
+    return total / jnp.maximum(count, 1)
+
+
+def _switches(expert: Int[Array, "b s k"], valid: Bool[Array, "b s"]) -> tuple[Float[Array, ""], Int[Array, ""]]:
     new = (expert[:, 1:, :, None] != expert[:, :-1, None, :]).all(-1).mean(-1)
     follows = valid[:, 1:] & valid[:, :-1]
-    return jnp.where(follows, new, 0).sum() / jnp.maximum(follows.sum(), 1)
+    return jnp.where(follows, new, 0).sum(), follows.sum()

@@ -40,7 +40,8 @@ class TopP:
         expert = choose(logits, top_k, tokens)
         weight, probs = softmax_weights(logits, expert, False)
         before = jnp.cumsum(jnp.pad(weight[:, :-1], ((0, 0), (1, 0))), -1)
-        used = before < self.p
+        replay = None if tokens is None else tokens.context.replay
+        used = before < self.p if replay is None else replay >= 0
         weight = jnp.where(used, weight, 0)
         total = weight.sum(-1, keepdims=True)
         weight = weight / jnp.where(total > 0, total, 1) if self.renormalise else weight

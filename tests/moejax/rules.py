@@ -73,6 +73,34 @@ def top_p(logits, k, p):
     return expert, np.where(used, probs[expert], 0), np.array(used)
 
 
+def expert_choice(scores, valid, k, causal=False):
+    """[s, E] which tokens of a sequence each expert takes, by its scores: the best v * k / E of them, or of those so far."""
+    s, num_experts = scores.shape
+    taken = np.zeros(scores.shape, bool)
+    for e in range(num_experts):
+        quota = lambda tokens, e=e: (tokens * k) // num_experts + (e < (tokens * k) % num_experts)
+        places = [i for i in range(s) if valid[i] and np.isfinite(scores[i, e])]
+        if not causal:
+            best_first = sorted(places, key=lambda i, e=e: (-scores[i, e], i))
+            taken[best_first[: quota(valid.sum())], e] = True
+            continue
+        for i in places:
+            allowed = quota(valid[: i + 1].sum())
+            rank = sum(scores[j, e] > scores[i, e] for j in places if j < i)
+            taken[i, e] = rank < allowed and taken[:i, e].sum() < allowed
+    return taken
+
+
+def two_level(logits, group_logits, k, top_groups, renormalise=True):
+    """(experts, weights): the best groups, the best k / top_groups experts of each, softmax probabilities."""
+    size = len(logits) // len(group_logits)
+    expert = []
+    for group in best(group_logits, top_groups):
+        expert += [group * size + e for e in best(logits[group * size : (group + 1) * size], k // top_groups)]
+    expert = np.array(expert)
+    return expert, softmax(logits[expert]) if renormalise else softmax(logits)[expert]
+
+
 def sticky(logits, valid, k, bonus):
     """[s, k]: along a sequence, `bonus` more for the experts of the last valid token."""
     last, found = [], []

@@ -66,7 +66,7 @@ BAD = [
     ({"aux_loss": None}, r"aux_loss=None: needs a finite weight of at least 0"),
     ({"z_loss": math.inf}, r"z_loss=inf: needs a finite weight of at least 0"),
     ({"z_loss": "1e-3"}, r"z_loss='1e-3': needs a finite weight of at least 0"),
-    ({"loss_scope": "batch"}, r"loss_scope='batch': legal values are 'sequence', 'shard', 'microbatch'"),
+    ({"loss_scope": "step"}, r"loss_scope='step': legal values are 'sequence', 'shard', 'microbatch', 'batch'"),
     ({"dtype": "float8"}, r"dtype='float8': legal values are 'float32', 'bfloat16', 'float16' \(did you mean"),
     ({"param_dtype": "int32"}, r"param_dtype='int32': legal values are 'float32', 'bfloat16', 'float16'"),
     ({"exchange": "weight_stream", "codec": "int8"}, r"codec='int8': exchange='weight_stream' sends no rows"),

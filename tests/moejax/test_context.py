@@ -10,7 +10,9 @@ from flax import nnx
 
 from moejax import MoEConfig, MoELayer, RoutingContext, linen, make_mesh, moe
 from moejax.layer import param_shapes
-from moejax.routers import Sinkhorn
+from moejax.routers import ExpertChoice, Sinkhorn
+from moejax.routers.sticky import switch_rate
+from moejax.routing import PerSequence
 from tests.moejax.grid import assert_close
 
 B, S, D, E = 4, 6, 8, 8
@@ -25,8 +27,12 @@ LAYERS = {
     "prototype": MoEConfig(**BASE, router="prototype", capacity_factor=0.5, drop_by="weight"),
     "grouped": MoEConfig(**BASE, router="grouped", exchange="weight_stream"),
     "queue": MoEConfig(**BASE, router="queue"),
+    "expert_choice": MoEConfig(**BASE, router="expert_choice", capacity_factor=None, exchange="ragged"),
+    "expert_choice in pools": MoEConfig(
+        **{**BASE, "num_senders": 4}, router=ExpertChoice(causal=True), capacity="pool", num_destinations=4
+    ),
 }
-QUICK = ("noisy", "top_p")
+QUICK = ("noisy", "top_p", "sticky")
 CASES = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in LAYERS]
 
 
@@ -41,6 +47,7 @@ def _inputs(cfg):
         domain_ids=domain,
         num_domains=3,
         expert_mask=jnp.asarray(rng.random((3, E)) < 0.7)[domain],
+        record=True,
     )
     return params, grid(B, S, D), jnp.asarray(rng.random((B, S)) < 0.8), grid(B, S, D), context
 
@@ -58,7 +65,8 @@ def test_every_router_gives_one_answer_on_every_mesh(name):
     cfg = LAYERS[name]
     args = _inputs(cfg)
     want = _step(dataclasses.replace(cfg, exchange="all_to_all"))(*args)
-    with jax.set_mesh(make_mesh(data=2, expert=4)):
+    shards = {"expert": 4} if isinstance(cfg.router_rule, PerSequence) else {"data": 2, "expert": 4}
+    with jax.set_mesh(make_mesh(**shards)):
         got = _step(cfg)(*args)
     ((_, (_, stats)), grads), ((_, (_, expected)), _) = got, want
     straggler = {"token_straggler": expected.token_straggler}  # what a device works on depends on the mesh
@@ -66,6 +74,16 @@ def test_every_router_gives_one_answer_on_every_mesh(name):
     assert_close(jax.tree.map(np.asarray, got), jax.tree.map(np.asarray, want))
     assert set(stats.extra) == {name for name, _ in cfg.extra_losses}
     assert np.abs(grads[0]["router"]).max() > 0 or name == "hash"
+    _check_record(stats, args[2], cfg)
+
+
+def _check_record(stats, valid, cfg):
+    """What is recorded is what was counted."""
+    record = np.asarray(stats.expert)[np.asarray(valid)]
+    np.testing.assert_array_equal(np.bincount(record[record >= 0], minlength=E), stats.tokens_per_expert)
+    assert stats.num_tokens == valid.sum()
+    if cfg.router == "sticky":
+        np.testing.assert_allclose(stats.measured["switch_rate"], switch_rate(stats.expert, valid), rtol=1e-5)
 
 
 def test_sequence_routers_refuse_sequences_that_shards_would_cut():

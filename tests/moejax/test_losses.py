@@ -11,6 +11,7 @@ import pytest
 from hypothesis import strategies as st
 
 from moejax import MoEConfig, Routing, RoutingStats, Softmax
+from moejax.context import BatchCounts
 from moejax.losses import load_balance_loss, router_z_loss
 from moejax.stats import add_microbatches
 from tests.moejax import oracle
@@ -49,6 +50,26 @@ def test_invalid_tokens_change_no_loss_and_get_no_gradient(logits, valid, noise)
     assert not np.asarray(jax.grad(loss)(jnp.asarray(logits)))[~valid].any()
 
 
+@hypothesis.given(logits=logits_drawn, valid=valid_drawn)
+def test_micro_batches_of_a_counted_batch_average_to_its_losses(logits, valid):
+    """However unevenly its tokens are divided, in values and in gradients."""
+
+    def loss(logits, parts):
+        routing = [Softmax()(logits[part], K) for part in parts]
+        counts = [jax.nn.one_hot(r.expert, E)[valid[part]].sum((0, 1)) for r, part in zip(routing, parts, strict=True)]
+        batch = BatchCounts(sum(counts).astype(jnp.int32), jnp.asarray(valid.sum()), jnp.asarray(len(parts)))
+        rest = [(r, jnp.asarray(valid[part])) for r, part in zip(routing, parts, strict=True)]
+        each = [load_balance_loss(*one, scope="batch", batch=batch) + router_z_loss(*one, batch=batch) for one in rest]
+        return sum(each) / len(each)
+
+    whole, parts = [slice(0, T)], [slice(0, 2), slice(2, 9), slice(9, T)]
+    got, want = (jax.value_and_grad(loss)(jnp.asarray(logits), part) for part in (parts, whole))
+    np.testing.assert_allclose(got[0], want[0], rtol=1e-5, atol=1e-7)
+    np.testing.assert_allclose(got[1], want[1], rtol=1e-4, atol=1e-7)
+    balance, z = _stated(logits, valid, np.zeros(T, int))
+    np.testing.assert_allclose(got[0], balance + z, rtol=1e-5)
+
+
 def test_balance_is_one_when_even_and_num_experts_when_collapsed():
     even = jnp.tile(jnp.eye(E), (3, 1)) * 30
     loss = lambda logits: load_balance_loss(Softmax()(logits, 1), jnp.ones(T, bool))
@@ -79,7 +100,7 @@ def _stats(n, **kwargs):
     """Zeros, but for what is given."""
     fields = [field.name for field in dataclasses.fields(RoutingStats)]
     counts = {name: jnp.zeros(n, jnp.int32) for name in fields if name.startswith("num_")}
-    losses = {name: jnp.zeros(n) for name in fields if name not in counts}
+    losses = {name: jnp.zeros(n) for name in fields if name not in {*counts, "expert"}}
     return RoutingStats(**{**losses, **counts, "tokens_per_expert": jnp.zeros((*n, E), jnp.int32), **kwargs})
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from moejax import BiasState, MoEConfig, RoutingContext
 from moejax.route import route
 from moejax.router import ROUTERS
-from moejax.routers import Grouped, Hash, Noisy, Prototype, Queue, QueueState, Sinkhorn, Softmax, Sticky, TopP
+from moejax.routers import ExpertChoice, Grouped, Hash, Noisy, Prototype, Queue, QueueState, Sinkhorn, Softmax, Sticky, TopP
 from moejax.routers.sticky import switch_rate
 from moejax.routing import Tokens
 from tests.moejax import rules
@@ -137,6 +137,36 @@ def test_sinkhorn_balances_each_sequence_in_training_only():
     equal(again[:SEQ], train[:SEQ])
 
 
+@pytest.mark.parametrize("router", [ExpertChoice(), ExpertChoice(causal=True), ExpertChoice(max_experts=2)], ids=repr)
+@hypothesis.given(logits=logits_drawn, valid=valid_drawn)
+def test_experts_take_their_best_tokens(router, logits, valid):
+    got = router(jnp.asarray(logits), K, None, _tokens(valid))
+    scores = np.asarray(jax.nn.log_softmax(logits))  # its rounding decides what ties
+    parts = [slice(i, i + SEQ) for i in range(0, T, SEQ)]
+    taken = np.concatenate([rules.expert_choice(scores[part], valid[part], K, router.causal) for part in parts])
+    assert taken.sum() <= valid.sum() * K
+    assert router.causal or taken.sum() == valid.sum() * K
+    for i, row in enumerate(logits):
+        wanted = [e for e in rules.best(scores[i], E) if taken[i, e]][: router.max_experts]
+        used = np.asarray(got.used[i])
+        equal(np.asarray(got.expert[i])[used], wanted)
+        close(np.asarray(got.weight[i])[used], rules.softmax(row)[wanted])
+        assert not np.asarray(got.weight[i])[~used].any()
+    for e, mine in enumerate(np.asarray(got.token)):
+        assert sorted(mine[mine < T]) == list(np.flatnonzero(taken[:, e]))
+
+
+def test_causal_expert_choice_does_not_read_the_future():
+    logits = np.random.default_rng(3).normal(size=(64, E)).astype(np.float32)
+    later = logits.copy()
+    later[40:] += np.random.default_rng(4).normal(size=(24, E)) * 3
+    choose = lambda router, values: np.asarray(router(jnp.asarray(values), K).record)[:40]
+    equal(choose(ExpertChoice(causal=True), later), choose(ExpertChoice(causal=True), logits))
+    assert (choose(ExpertChoice(), later) != choose(ExpertChoice(), logits)).any()
+    loads = np.bincount(choose(ExpertChoice(causal=True), logits).ravel() + 1, minlength=E + 1)[1:]
+    assert loads.min() > 5, "each expert's quota of 40 tokens is 13"
+
+
 @hypothesis.given(logits=logits_drawn, noise=logits_drawn)
 def test_noisy_is_the_rule_of_shazeer(logits, noise):
     context = RoutingContext(key=jax.random.key(3))
@@ -202,9 +232,13 @@ def _run(name, logits, context, valid=None, jitter=0.0):
     return _compiled(name, jitter)(jnp.asarray(logits), context, jnp.asarray(valid))
 
 
+def _rule(name):
+    return {"grouped": Grouped(3, 2), "expert_choice": ExpertChoice(max_experts=K)}.get(name) or ROUTERS[name]()
+
+
 @functools.cache
 def _compiled(name, jitter=0.0):
-    rule = ROUTERS[name]() if name != "grouped" else Grouped(3, 2)
+    rule = _rule(name)
     cfg = MoEConfig(E, 8, E, K, router=rule, jitter=jitter)
     noise, state = jnp.eye(E) if name == "noisy" else None, rule.init_state(E)
     return jax.jit(lambda logits, context, valid: route(logits, jnp.eye(E), state, cfg, _tokens(valid, context), noise))
@@ -224,7 +258,7 @@ def test_masks_hold_for_every_router(name, logits, mask):
     equal(np.asarray(got.used) & ~allowed, np.zeros((T, K), bool))
     assert not np.asarray(got.weight)[~allowed].any()
     some = mask.any(1)
-    if name not in ("prototype", "grouped"):  # those may find a group without
+    if name not in ("prototype", "grouped", "expert_choice"):  # those may find a group without, or nobody who wants it
         assert np.asarray(got.used)[some].any(1).all()
     if name not in ("prototype", "hash"):  # a group may be ruled out whole, and hashes know no probabilities
         close(np.where(mask, got.probs, 0)[some].sum(1), np.asarray(got.probs)[some].sum(1))
@@ -236,8 +270,9 @@ def test_replay_takes_recorded_choices_with_todays_weights(name):
     logits, replay = rng.normal(size=(T, E)).astype(np.float32), rng.permuted(np.tile(np.arange(E), (T, 1)), axis=1)[:, :K]
     base = {"key": jax.random.key(0), "token_ids": IDS}
     first = _run(name, logits, _context(**base))
-    again = _run(name, logits, _context(**base, replay=np.asarray(first.expert)))
-    jax.tree.map(equal, again, first)
+    again = _run(name, logits, _context(**base, replay=np.asarray(first.record)))
+    for field in ("record", "weight", "probs", "logits"):
+        equal(getattr(again, field), getattr(first, field))
     other = _run(name, logits, _context(**base, replay=replay.astype(np.int32)))
     equal(other.expert, replay)
     close(other.probs, first.probs if name != "hash" else (np.eye(E)[replay].sum(1) / K))
@@ -259,7 +294,21 @@ def test_a_budget_bounds_the_experts_of_an_evaluation(name):
     assert set(used) <= best < set(range(E))
     assert set(np.ravel(free.expert)) - best, "these logits do not need the budget"
     unbounded = _context(key=jax.random.key(0), token_ids=IDS, expert_budget=3)
-    assert _run(name, logits, unbounded).used is None or name == "top_p"
+    assert _run(name, logits, unbounded).used is None or name in ("top_p", "expert_choice")
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_parameters_in_bfloat16_route_as_their_values_do(name):
+    """No product is rounded to the parameters' dtype: the same choices as of the same numbers in float32."""
+    rng = np.random.default_rng(8)
+    x, matrix = (jnp.asarray(rng.normal(size=size), jnp.float32) for size in ((T, E), (E, E)))
+    narrow = matrix.astype(jnp.bfloat16)
+    context = _context(key=jax.random.key(0), token_ids=IDS)
+    rule = _rule(name)
+    cfg, state = MoEConfig(E, 8, E, K, router=rule), rule.init_state(E)
+    found = [route(x, m, state, cfg, _tokens(context=context), m) for m in (narrow, narrow.astype(jnp.float32))]
+    jax.tree.map(equal, *found)
+    np.testing.assert_allclose(found[0].logits, np.asarray(x, np.float64) @ np.asarray(narrow, np.float64), rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", WAYS)
@@ -302,6 +351,9 @@ def test_jitter_scales_the_inputs_of_training_alone():
         (lambda: Hash(-1), r"seed=-1: needs a whole number from 0"),
         (lambda: Noisy(0), r"floor=0: needs a finite number above 0"),
         (lambda: Sticky(-1), r"bonus=-1: needs a finite number of at least 0"),
+        (lambda: ExpertChoice(max_experts=0), r"max_experts=0: needs a whole number of at least 1"),
+        (lambda: ExpertChoice(causal=1), r"causal=1: needs True or False"),
+        (lambda: MoEConfig(8, 8, E, K, router=ExpertChoice(max_experts=1)), r"max_experts=1: needs top_k=2 to num_experts=6"),
         (lambda: Sinkhorn(0), r"num_iterations=0: needs a whole number of at least 1"),
         (lambda: Sinkhorn(temperature=0), r"temperature=0: needs a finite number above 0"),
         (lambda: Softmax(scale=-1), r"scale=-1: needs a finite number of at least 0"),

@@ -71,6 +71,56 @@ def test_microbatches_change_nothing_where_nothing_depends_on_them():
     assert_close([{k: m[k] for k in names} for m in got], [{k: m[k] for k in names} for m in want])
 
 
+def test_losses_of_scope_batch_are_those_of_the_whole_batch():
+    """On a mesh, in micro-batches with unlike numbers of tokens: losses, gradients and counts of one call on one device."""
+    moe = dataclasses.replace(MOE, loss_scope="batch", z_loss=0.1, aux_loss=0.5)
+    cfg = dataclasses.replace(CFG, moe=moe, num_layers=2, num_dense_layers=0)
+    step = lambda *options: jax.jit(make_train_step(cfg, optax.sgd(1.0), *options))
+    segments = np.where(np.arange(8)[:, None] < 3, 0, SEGMENTS)
+    batch = {**BATCH, "segment_ids": segments, "loss_mask": BATCH["loss_mask"] & (segments > 0)}
+    start = init_state(cfg, optax.sgd(1.0), jax.random.key(0))
+    want = step()(start, batch)
+    with jax.set_mesh(moejax.make_mesh(data=2, expert=2)):
+        got = step(4, moejax.AxisRules(), 2)(init_state(cfg, optax.sgd(1.0), jax.random.key(0)), batch)
+    for metrics in (got[1], want[1]):
+        del metrics["token_straggler"], metrics["routing_entropy"]
+    assert_close(jax.tree.map(np.asarray, got), jax.tree.map(np.asarray, want))
+
+
+RANDOM = dataclasses.replace(
+    CFG,
+    num_layers=2,
+    num_dense_layers=0,
+    remat="full",
+    moe=dataclasses.replace(MOE, router="noisy", jitter=0.1, extra_losses=(("load", 0.1),)),
+)
+
+
+def test_routers_that_draw_get_a_key_for_each_step_and_layer():
+    optimizer = optax.sgd(0.0)
+    want = step_twice(RANDOM, optimizer)
+    with jax.set_mesh(moejax.make_mesh(data=2, expert=4)):
+        got = step_twice(RANDOM, optimizer)
+    assert_close(got, want)
+    first, second = (metrics["tokens_per_expert"] for metrics in want)
+    assert (first != second).any(), "no noise, or the same in both steps"
+    quiet = dataclasses.replace(RANDOM, moe=dataclasses.replace(RANDOM.moe, router="softmax", jitter=0.0, extra_losses=()))
+    state = init_state(RANDOM, optimizer, jax.random.key(0))
+    still = jax.jit(make_eval_step(RANDOM))(state.params, state.router, BATCH)
+    del state.params["stacks"][0]["blocks"][0]["feed_forward"]["router_noise"]
+    plain = jax.jit(make_eval_step(quiet))(state.params, state.router, BATCH)
+    np.testing.assert_allclose(still["loss_sum"], plain["loss_sum"], rtol=1e-6)
+
+
+def step_twice(cfg, optimizer):
+    step, state, found = jax.jit(make_train_step(cfg, optimizer)), init_state(cfg, optimizer, jax.random.key(0)), []
+    for _ in range(2):
+        state, metrics = step(state, BATCH)
+        metrics.pop("token_straggler")
+        found.append(jax.tree.map(np.asarray, metrics))
+    return found
+
+
 def test_micro_batches_that_walk_together_give_what_they_give_apart():
     """All gradients (the parameters after plain descent), losses, counts and router states; tokens are dropped."""
     cfg, optimizer = dataclasses.replace(BIASED, num_layers=2, num_dense_layers=0, remat="full"), optax.sgd(1.0)

@@ -9,9 +9,11 @@ import pytest
 from flax import nnx
 
 import moejax
-from moejax import MoEConfig, Transformer, TransformerConfig
+from moejax import MoEConfig, RoutingContext, Transformer, TransformerConfig
 from moejax.remat import REMAT_POLICIES
+from moejax.step import make_eval_step
 from moejax.transformer import Attention, rotate
+from tests.moejax import rules
 
 MOE = MoEConfig(
     d_model=16, d_ff=8, num_experts=8, top_k=2, dtype="float32", capacity_factor=None, num_senders=8, num_shared_experts=1
@@ -82,6 +84,21 @@ def test_segments_do_not_see_each_other():
 def test_without_segments_and_positions_a_row_is_one_document():
     whole = logits_of(CFG, TOKENS, np.ones_like(TOKENS), np.repeat(np.arange(12, dtype=np.int32)[None], 8, 0))
     np.testing.assert_array_equal(whole, logits_of(CFG, TOKENS, None, None))
+
+
+def test_recorded_routing_replays_and_ids_reach_the_router():
+    """Layer by layer: what an evaluation records routes the same; router "hash" has the tokens' ids."""
+    cfg = dataclasses.replace(CFG, moe=dataclasses.replace(MOE, router="hash", aux_loss=0.0))
+    graphdef, params, rest = nnx.split(Transformer(cfg, rngs=nnx.Rngs(0)), nnx.Param, ...)
+    batch = {"tokens": TOKENS, "segment_ids": SEGMENTS, "positions": POSITIONS, "targets": TOKENS, "loss_mask": SEGMENTS > 0}
+    step = jax.jit(make_eval_step(cfg, record=True))
+    found = np.asarray(step(nnx.to_pure_dict(params), nnx.to_pure_dict(rest), batch)["expert"])
+    want = np.stack([[rules.hashed(int(token), 2, 8, 0) for token in row] for row in TOKENS])
+    np.testing.assert_array_equal(found, np.broadcast_to(np.where(SEGMENTS[:, :, None] > 0, want, -1), found.shape))
+    model = nnx.merge(graphdef, params, rest)
+    replay = jnp.stack([jnp.flip(found[0], -1), found[1]])
+    _, stats = model(*map(jnp.asarray, (TOKENS, SEGMENTS, POSITIONS)), RoutingContext(replay=replay, record=True))
+    np.testing.assert_array_equal(np.where(SEGMENTS[:, :, None] > 0, stats.expert, -1), replay)
 
 
 def gradient(cfg):
