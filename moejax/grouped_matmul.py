@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.core import Tracer
 from jaxtyping import Array, Shaped
@@ -28,19 +29,21 @@ from moejax.remat import HIDDEN
 class Kernel:
     """An implementation: `product` forward and for the gradient of x, `outer` for that of w (see `moejax.kernels`).
 
-    `glu` does both products of a gated feed-forward in one pass, where there is such a kernel.
+    `glu` does both products of a gated feed-forward in one pass, where there is such a kernel, and `joined` the gradient of
+    its rows: the sum of two products, of which neither is stored.
     """
 
     product: Callable[..., Array]
     outer: Callable[..., Array]
     glu: Callable[..., tuple[Array, ...]] | None = None
+    joined: Callable[..., Array] | None = None
 
 
 KERNELS = {
     "tiles": Kernel(tiles.product, tiles.outer, tiles.glu),
     "capacity": Kernel(capacity.product, capacity.outer),
-    "pallas_tpu": Kernel(pallas_tpu.product, pallas_tpu.outer, pallas_tpu.glu),
-    "pallas_gpu": Kernel(pallas_gpu.product, pallas_gpu.outer, pallas_gpu.glu),
+    "pallas_tpu": Kernel(pallas_tpu.product, pallas_tpu.outer, pallas_tpu.glu, pallas_tpu.joined),
+    "pallas_gpu": Kernel(pallas_gpu.product, pallas_gpu.outer, pallas_gpu.glu, pallas_gpu.joined),
     "ragged_dot": Kernel(ragged.product, ragged.outer),
     "tokamax": Kernel(tokamax.product, tokamax.outer),
 }
@@ -213,22 +216,35 @@ def _product_fwd(kernel, how, x, w, scale, rows):
 def _product_bwd(kernel, how, residuals, dy):
     x, w, scale, rows = residuals
     d_rows = _back(kernel, how, x, w, rows, dy)
+    dw = kernel.outer(x, dy, rows, scale, dataclasses.replace(how, dtype=w.dtype))
+    # Behind a barrier, so that nothing after this has to keep dy for a gradient of weights that nobody waits for.
+    d_rows, dw = lax.optimization_barrier((d_rows, dw))
     d_scale = None
     if scale is not None:
         # <y, dy> before the scale, as <x, dy @ w.T>: so y need not be kept.
         dtype = wide(d_rows.dtype)
         d_scale = (rows.read(x).astype(dtype) * d_rows.astype(dtype)).sum(1).astype(scale.dtype)
         d_rows = jnp.where(rows.live[:, None], scaled(d_rows, scale), 0)
-    dw = kernel.outer(x, dy, rows, scale, dataclasses.replace(how, dtype=w.dtype))
     return _to_x(d_rows, x, rows), dw, d_scale, None
 
 
 def _back(kernel, how, x, w, rows, dy):
     """The gradient of the rows that the product read."""
-    # Numbers of one byte are too coarse to be added up or multiplied again.
-    dtype = x.dtype if x.dtype.itemsize > 1 else wide(x.dtype)
     in_place = dataclasses.replace(rows, index=None)
-    return kernel.product(dy, w, in_place, None, dataclasses.replace(how, dtype=dtype), transpose=True)
+    return kernel.product(dy, w, in_place, None, dataclasses.replace(how, dtype=_row_dtype(x)), transpose=True)
+
+
+def _row_dtype(x):
+    """Of the gradient of rows: numbers of one byte are too coarse to be added up or multiplied again."""
+    return x.dtype if x.dtype.itemsize > 1 else wide(x.dtype)
+
+
+def _back_both(kernel, how, x, weights, rows, dy):
+    """The sum of what `_back` gives for each of two products of the same rows."""
+    if kernel.joined is None:
+        return _back(kernel, how, x, weights[0], rows, dy[0]) + _back(kernel, how, x, weights[1], rows, dy[1])
+    in_place = dataclasses.replace(rows, index=None)
+    return kernel.joined(dy, weights, in_place, dataclasses.replace(how, dtype=_row_dtype(x)))
 
 
 def _to_x(d_rows, x, rows):
@@ -255,9 +271,10 @@ def _glu_bwd(kernel, nonlinearity, how, residuals, dy):
     x, gate, up, gated, plain, rows = residuals
     _, pull = jax.vjp(lambda gated, plain: nonlinearity(gated) * plain, gated, plain)
     d_gated, d_plain = pull(dy)
-    d_rows = _back(kernel, how, x, gate, rows, d_gated) + _back(kernel, how, x, up, rows, d_plain)
     outer = lambda g: kernel.outer(x, g, rows, None, dataclasses.replace(how, dtype=gate.dtype))
-    return _to_x(d_rows, x, rows), outer(d_gated), outer(d_plain), None
+    # The weights' gradients first: x is gone when its own gradient is made.
+    dy, dw = lax.optimization_barrier(((d_gated, d_plain), (outer(d_gated), outer(d_plain))))
+    return _to_x(_back_both(kernel, how, x, (gate, up), rows, dy), x, rows), *dw, None
 
 
 _glu.defvjp(_glu_fwd, _glu_bwd)

@@ -5,6 +5,7 @@ tile is not in use. On the CPU it runs interpreted: right, and slow. B: tiles, G
 """
 
 import functools
+import itertools
 import math
 
 import jax.numpy as jnp
@@ -31,7 +32,12 @@ def product(
 ) -> Float[Array, "R _"]:
     """As `tiles.product`."""
     width = w.shape[1 if transpose else 2]
-    return _forward(x, (w,), rows, scale, how, transpose, (width,), lambda sums: sums)[0]
+    return _forward((x,), (w,), rows, scale, how, transpose, (width,), lambda sums: sums)[0]
+
+
+def joined(xs, weights, rows: Rows, how: How) -> Float[Array, "R K"]:
+    """[R, K]: the sum of x[row] @ w[g].T over the pairs of xs [R, N] and weights [G, K, N], made in one pass."""
+    return _forward(xs, weights, rows, None, how, True, weights[0].shape[1:2], lambda sums: sums)[0]
 
 
 def glu(x, gate, up, rows, nonlinearity, how, keep):
@@ -41,7 +47,7 @@ def glu(x, gate, up, rows, nonlinearity, how, keep):
         result = nonlinearity(sums[0]) * sums[1]
         return (result, *sums) if keep else (result,)
 
-    return _forward(x, (gate, up), rows, None, how, False, (gate.shape[2],) * (3 if keep else 1), finish)
+    return _forward((x,), (gate, up), rows, None, how, False, (gate.shape[2],) * (3 if keep else 1), finish)
 
 
 def outer(
@@ -59,25 +65,27 @@ def outer(
     return _call(kernel, grid, [shape], extras, rows.start, rows.end, x, g)[0]
 
 
-def _forward(x, weights, rows, scale, how, transpose, widths, finish):
-    _check(x, *weights)
-    height = _height(rows)
+def _forward(xs, weights, rows, scale, how, transpose, widths, finish):
+    """finish(the product of the only x with each of the weights), or of (the sum of each x's with its own)."""
+    _check(*xs, *weights)
+    height, x, num_operands = _height(rows), xs[0], (len(xs), len(weights))
     tile = height, _block(64, x.shape[1]), _block(128 if len(weights) == 1 else 64, widths[0])
     sizes = x.shape[0], x.shape[1], widths[0]
     kernel = functools.partial(
-        _product_kernel, tile=tile, sizes=sizes, how=how, transpose=transpose, finish=finish, num_weights=len(weights)
+        _product_kernel, tile=tile, sizes=sizes, how=how, transpose=transpose, finish=finish, num_operands=num_operands
     )
     tiles = tile_map(rows, height, how.order)
     grid = (pl.cdiv(widths[0], tile[2]), tiles.group.shape[0])
     _check_places((rows.num_rows, max(widths)))
     shapes = [shape_like((rows.num_rows, width), how.dtype, x) for width in widths]
     extras = {"index": rows.index, "scale": scale}
-    return _call(kernel, grid, shapes, extras, tiles.group, tiles.start, tiles.stop, x, *weights)
+    return _call(kernel, grid, shapes, extras, tiles.group, tiles.start, tiles.stop, *xs, *weights)
 
 
-def _product_kernel(refs, index, scale, *, tile, sizes, how, transpose, finish, num_weights):
-    group_ref, start_ref, stop_ref, x_ref, *rest = refs
-    w_refs, y_refs = rest[:num_weights], rest[num_weights:]
+def _product_kernel(refs, index, scale, *, tile, sizes, how, transpose, finish, num_operands):
+    group_ref, start_ref, stop_ref, *rest = refs
+    ends = itertools.accumulate(num_operands)
+    x_refs, w_refs, y_refs = (rest[start:stop] for start, stop in itertools.pairwise((0, *ends, len(rest))))
     (height, deep, broad), (num_x, depth, width) = tile, sizes
     block = pl.program_id(1)
     start, stop, group = (plgpu.load(ref.at[block]) for ref in (start_ref, stop_ref, group_ref))
@@ -92,19 +100,20 @@ def _product_kernel(refs, index, scale, *, tile, sizes, how, transpose, finish, 
 
         def step(i, sums):
             at = i * deep + jnp.arange(deep)
-            a = _load(x_ref, (source, at), (present, _below(at, depth, deep)))
+            sums = list(sums)
             spots = (group, column, at) if transpose else (group, at, column)
             masks = _below(at, depth, deep), _below(column, width, broad)
             masks = masks[::-1] if transpose else masks
-            return tuple(
-                total + _dot(a, _load(ref, spots, masks), how, trans_b=transpose)
-                for total, ref in zip(sums, w_refs, strict=True)
-            )
+            for i, ref in enumerate(w_refs):
+                if i < len(x_refs):
+                    a = _load(x_refs[i], (source, at), (present, _below(at, depth, deep)))
+                sums[i % len(sums)] += _dot(a, _load(ref, spots, masks), how, trans_b=transpose)
+            return tuple(sums)
 
         # Rows of no group take no turn: they get the zeros that the sums start from.
         turns = jnp.where(group < num_groups, jnp.int32(pl.cdiv(depth, deep)), jnp.int32(0))
         empty = jnp.zeros((height, broad), jnp.float32)
-        sums = lax.fori_loop(jnp.int32(0), turns, step, (empty,) * len(w_refs))
+        sums = lax.fori_loop(jnp.int32(0), turns, step, (empty,) * (len(w_refs) // len(x_refs)))
         if scale is not None:
             factor = plgpu.load(scale.at[row], mask=inside & (group < num_groups), other=0)
             sums = tuple(total * factor.astype(total.dtype)[:, None] for total in sums)

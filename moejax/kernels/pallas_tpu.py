@@ -34,7 +34,12 @@ def product(
     transpose: bool = False,
 ) -> Float[Array, "R _"]:
     """As `tiles.product`. Rows read through an index are gathered before the kernel: TPUs have no gather inside one."""
-    return _forward(x, (w,), rows, scale, how, transpose, 1, lambda sums: sums)[0]
+    return _forward((x,), (w,), rows, scale, how, transpose, 1, lambda sums: sums)[0]
+
+
+def joined(xs, weights, rows: Rows, how: How) -> Float[Array, "R K"]:
+    """[R, K]: the sum of x[row] @ w[g].T over the pairs of xs [R, N] and weights [G, K, N], made in one pass."""
+    return _forward(xs, weights, rows, None, how, True, 1, lambda sums: sums)[0]
 
 
 def glu(x, gate, up, rows, nonlinearity, how, keep):
@@ -44,7 +49,7 @@ def glu(x, gate, up, rows, nonlinearity, how, keep):
         result = nonlinearity(sums[0]) * sums[1]
         return (result, *sums) if keep else (result,)
 
-    return _forward(x, (gate, up), rows, None, how, False, 3 if keep else 1, finish)
+    return _forward((x,), (gate, up), rows, None, how, False, 3 if keep else 1, finish)
 
 
 def outer(
@@ -72,10 +77,11 @@ def outer(
     return _call(kernel, grid, specs, [out], scratch, [shape], plan, operands)[0]
 
 
-def _forward(x, weights, rows, scale, how, transpose, num_results, finish):
-    _check(x, *weights)
-    source = x if rows.index is None else rows.read(x)
-    depth, width, num_groups = x.shape[1], weights[0].shape[1 if transpose else 2], weights[0].shape[0]
+def _forward(xs, weights, rows, scale, how, transpose, num_results, finish):
+    """finish(the product of the only x with each of the weights), or of (the sum of each x's with its own)."""
+    _check(*xs, *weights)
+    sources = xs if rows.index is None else tuple(map(rows.read, xs))
+    depth, width, num_groups = xs[0].shape[1], weights[0].shape[1 if transpose else 2], weights[0].shape[0]
     height, deep, broad = _height(rows), _block(2048, depth), _block(1024 // len(weights), width)
     plan = visits(rows, height)
 
@@ -83,15 +89,15 @@ def _forward(x, weights, rows, scale, how, transpose, num_results, finish):
         which = jnp.minimum(group[b], num_groups - 1)
         return (which, n, k) if transpose else (which, k, n)
 
-    specs = [pl.BlockSpec((height, deep), lambda n, b, k, group, tile, *_: (tile[b], k))]
+    specs = [pl.BlockSpec((height, deep), lambda n, b, k, group, tile, *_: (tile[b], k))] * len(xs)
     specs += [pl.BlockSpec((1, broad, deep) if transpose else (1, deep, broad), weight_block)] * len(weights)
-    operands = [source, *weights]
+    operands = [*sources, *weights]
     if scale is not None:
         specs.append(pl.BlockSpec((height, 1), lambda n, b, k, group, tile, *_: (tile[b], 0)))
         operands.append(scale[:, None])
     kernel = functools.partial(
         _product_kernel,
-        num_weights=len(weights),
+        num_operands=(len(xs), len(weights)),
         scaled=scale is not None,
         sizes=(height, deep, depth, num_groups),
         transpose=transpose,
@@ -100,16 +106,18 @@ def _forward(x, weights, rows, scale, how, transpose, num_results, finish):
     )
     out = pl.BlockSpec((height, broad), lambda n, b, k, group, tile, *_: (tile[b], n))
     grid = (pl.cdiv(width, broad), plan.group.shape[0], pl.cdiv(depth, deep))
-    scratch = [pltpu.VMEM((height, broad), jnp.float32)] * len(weights)
-    shapes = [shape_like((rows.num_rows, width), how.dtype, x)] * num_results
+    scratch = [pltpu.VMEM((height, broad), jnp.float32)] * (len(weights) // len(xs))
+    shapes = [shape_like((rows.num_rows, width), how.dtype, xs[0])] * num_results
     return _call(kernel, grid, specs, [out] * num_results, scratch, shapes, plan, operands)
 
 
-def _product_kernel(group, tile, start, stop, num_visits, *refs, num_weights, scaled, sizes, transpose, finish, how):
+def _product_kernel(group, tile, start, stop, num_visits, *refs, num_operands, scaled, sizes, transpose, finish, how):
     height, deep, depth, num_groups = sizes
-    x_ref, w_refs, rest = refs[0], refs[1 : 1 + num_weights], refs[1 + num_weights :]
+    num_x, num_weights = num_operands
+    x_refs, w_refs, rest = refs[:num_x], refs[num_x : num_x + num_weights], refs[num_x + num_weights :]
     scale_ref, rest = (rest[0], rest[1:]) if scaled else (None, rest)
-    y_refs, sums = rest[:-num_weights], rest[-num_weights:]
+    num_sums = num_weights // num_x
+    y_refs, sums = rest[:-num_sums], rest[-num_sums:]
     b, k = pl.program_id(1), pl.program_id(2)
     used = b < num_visits[0]
 
@@ -120,10 +128,10 @@ def _product_kernel(group, tile, start, stop, num_visits, *refs, num_weights, sc
 
     @pl.when(used & (group[b] < num_groups))
     def _():
-        a = _present(x_ref[...], k, deep, depth, 1)
-        for total, w_ref in zip(sums, w_refs, strict=True):
+        for i, w_ref in enumerate(w_refs):
+            a = _present(x_refs[i % num_x][...], k, deep, depth, 1)
             weights = _present(w_ref[0], k, deep, depth, 1 if transpose else 0)
-            total[...] += dot(a, weights, (((1,), (1 if transpose else 0,)), ((), ())), how)
+            sums[i % len(sums)][...] += dot(a, weights, (((1,), (1 if transpose else 0,)), ((), ())), how)
 
     @pl.when(used & (k == pl.num_programs(2) - 1))
     def _():

@@ -11,11 +11,12 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import pytest
 from jax import lax
 
 from layouts import hlo
 from layouts.hlo.program import scope, walk
-from moejax import AxisRules, MoEConfig, make_mesh, moe
+from moejax import AxisRules, MoEConfig, feed_forward, make_mesh, moe
 from moejax.layer import param_shapes
 from moejax.remat import REMAT_POLICIES
 
@@ -40,13 +41,12 @@ EXCHANGES = {
 
 @contextlib.contextmanager
 def one_dot_a_product():
-    """Grouped products as single dots: as tiles they are loops over several heights, with a dot in each."""
-    module = importlib.import_module("moejax.grouped_matmul")  # the package gives the function of that name
-    before, module.choose = module.choose, lambda *_: "ragged_dot"
-    try:
+    """Grouped and batched products as single dots: as tiles, or expert by expert, they are loops with several dots."""
+    grouped = importlib.import_module("moejax.grouped_matmul")  # the package gives the function of that name
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(grouped, "choose", lambda *_: "ragged_dot")
+        patch.setattr(feed_forward, "_order", lambda _: "activation_first")
         yield
-    finally:
-        module.choose = before
 
 
 @functools.cache
