@@ -100,8 +100,9 @@ def _chunks(plan, experts, wire, route) -> _Parts:
         by_place = landed.reshape(landed.shape[0], -1, sent.shape[1])
         ends = list(itertools.accumulate(source.shape[0] // plan.num_experts for source in sources))
         split = [part.reshape(landed.shape[0], -1) for part in jnp.split(by_place, ends[:-1], 2)]
-        # Behind the barrier, so that XLA:GPU does not fuse the activations of two parts because both read `landed`.
-        weights = [(part,) for part in lax.optimization_barrier(split)]
+        # Behind the barrier, so that XLA:GPU does not fuse the activations of two parts because both read `landed`. One part
+        # goes without: behind it the OLMoE-like layer takes 0.71 GiB on H100 in place of 0.63.
+        weights = [(part,) for part in (lax.optimization_barrier(split) if len(split) > 1 else split)]
     shape = (plan.num_experts,)
     return _Parts(ordered, sources, shape, [experts] * len(sources), weights, route.there, route.back)
 
