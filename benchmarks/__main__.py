@@ -16,6 +16,7 @@ NAMES = (
     "memory_tokens",
     "compile_depth",
     "grouped_matmul",
+    "balance",
     "compiled_layer",  # last: it takes longest
 )
 

@@ -5,10 +5,12 @@ from moejax.axes import AxisRules, make_mesh
 from moejax.compiler import compiler_options
 from moejax.config import MoEConfig
 from moejax.context import RoutingContext
+from moejax.forecast import forecast
 from moejax.grouped_matmul import grouped_matmul
 from moejax.layer import MoELayer, RouterState, moe
 from moejax.lift import as_experts
 from moejax.placement import ExpertPlacement
+from moejax.rebalance import RebalanceConfig
 from moejax.router import BiasState, Routing, SigmoidBias, Softmax, update_router
 from moejax.stats import RoutingStats
 from moejax.transformer import Transformer, TransformerConfig
@@ -19,6 +21,7 @@ __all__ = [
     "ExpertPlacement",
     "MoEConfig",
     "MoELayer",
+    "RebalanceConfig",
     "RouterState",
     "Routing",
     "RoutingContext",
@@ -29,6 +32,7 @@ __all__ = [
     "TransformerConfig",
     "as_experts",
     "compiler_options",
+    "forecast",
     "grouped_matmul",
     "linen",
     "make_mesh",

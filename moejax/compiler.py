@@ -1,6 +1,6 @@
 """compiler_options: what XLA has to be told, by platform, for exchanges to run beside products."""
 
-from moejax.config import one_of
+from moejax.checks import one_of
 
 _OVERLAP: dict[str, dict[str, str | bool]] = {
     "cpu": {},

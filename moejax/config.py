@@ -1,17 +1,15 @@
 """MoEConfig: the frozen facts of one mixture-of-experts layer. Impossible ones are refused here, before any device work."""
 
 import dataclasses
-import difflib
 import math
 import sys
-from collections.abc import Iterable
 from typing import TypeGuard
 
-import jax.numpy as jnp
-
+from moejax.checks import float_dtype, one_of, positive, true_or_false
 from moejax.codec import CODECS
 from moejax.flat_plan import Bounds
 from moejax.pool import PoolRule, level_caps, level_loads
+from moejax.rebalance import RebalanceConfig
 from moejax.receive import ReceiveRule
 from moejax.router import ROUTERS
 from moejax.routing import Draws, ExpertsChoose, Limited, Router, TwoMatrices
@@ -26,34 +24,6 @@ EXCHANGE_BY = ("auto", "device", "expert")
 CAPACITIES = ("cell", "pool")
 DROP_RULES = ("position", "weight")
 OVERFLOWS = ("drop", "fallback")
-
-
-def one_of(field: str, value: object, legal: Iterable[str]) -> None:
-    """Raises ValueError, offering the nearest name, unless `value` is one of the `legal` ones."""
-    names = tuple(legal)
-    if isinstance(value, str) and value in names:
-        return
-    near = difflib.get_close_matches(str(value), names, n=1)
-    hint = f" (did you mean {near[0]!r}?)" if near else ""
-    raise ValueError(f"{field}={value!r}: legal values are {', '.join(map(repr, names))}{hint}")
-
-
-def positive(field: str, value: object) -> None:
-    """Raises ValueError unless `value` is a whole number of at least 1."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{field}={value!r}: needs a whole number of at least 1")
-
-
-def true_or_false(field: str, value: object) -> None:
-    """Raises ValueError unless `value` is True or False."""
-    if not isinstance(value, bool):
-        raise ValueError(f"{field}={value!r}: needs True or False")
-
-
-def float_dtype(field: str, value: str) -> jnp.dtype:
-    """The dtype that `value` names; ValueError unless it is a floating-point one."""
-    one_of(field, value, ("float32", "bfloat16", "float16"))
-    return jnp.dtype(value)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,7 +87,8 @@ class MoEConfig:
         its own before the gradients' (see `RoutingContext.batch`); the z-loss is then a mean over their tokens too.
       dtype: dtype of the expert products.
       param_dtype: dtype that parameters are kept in. The router computes in float32 whatever it is.
-      rebalance: None; experts do not move within a step yet.
+      rebalance: experts lent within a step, to even out what devices work on (`RebalanceConfig`); for pools, whose drops it
+        lowers too, and for "ragged" with nothing dropped. None: they stay where they live.
 
     Raises:
       ValueError: for an impossible value, naming it and the legal ones.
@@ -153,7 +124,7 @@ class MoEConfig:
     loss_scope: str = "microbatch"
     dtype: str = "bfloat16"
     param_dtype: str = "float32"
-    rebalance: None = None
+    rebalance: RebalanceConfig | None = None
 
     def __post_init__(self):
         for field in ("d_model", "d_ff", "num_experts", "top_k"):
@@ -201,8 +172,7 @@ class MoEConfig:
                 f"legal is 1, or one of {', '.join(map(repr, CHUNKED))}, or capacity='pool'"
             )
         self._check_form()
-        if self.rebalance is not None:
-            raise ValueError(f"rebalance={self.rebalance!r}: only None is legal")
+        self._check_rebalance()
 
     def _check_extra_losses(self):
         pairs = self.extra_losses
@@ -290,6 +260,30 @@ class MoEConfig:
         if self.expert_sizes is not None:
             raise ValueError(f"num_slots={self.num_slots}: slots are alike; with expert_sizes only None is legal")
 
+    def _check_rebalance(self):
+        if self.rebalance is None:
+            return
+        if not isinstance(self.rebalance, RebalanceConfig):
+            raise ValueError(f"rebalance={self.rebalance!r}: needs a RebalanceConfig, or None")
+        if self.capacity != "pool" and (self.exchange != "ragged" or self.capacity_factor or self.receive_factor):
+            raise ValueError(
+                f"rebalance with capacity='cell', capacity_factor={self.capacity_factor!r}, receive_factor="
+                f"{self.receive_factor!r}, exchange={self.exchange!r}: moving an expert lowers neither the drops nor the work "
+                f"of (sender, expert) cells; legal are capacity='pool', or exchange='ragged' with both factors None"
+            )
+        if self.expert_sizes is not None:
+            raise ValueError(f"expert_sizes={self.expert_sizes!r}: with rebalance experts are alike; legal is None")
+        if isinstance(self.router_rule, ExpertsChoose):
+            raise ValueError(
+                f"router={self.router!r}: even loads leave nothing to lend; legal is rebalance=None"
+            )
+        if self.num_chunks > 1:
+            raise ValueError(
+                f"num_chunks={self.num_chunks}: with rebalance the lent weights cross beside whole rows; legal is 1"
+            )
+        if self.overlap:
+            raise ValueError("overlap=True: with rebalance weights are lent whole, not in parts of a ring; legal is False")
+
     def _check_overlap(self):
         true_or_false("overlap", self.overlap)
         if self.overlap and (self.exchange == "weight_stream" or self.overflow == "fallback"):
@@ -359,6 +353,24 @@ class MoEConfig:
         pair = num_senders * self.pair_rows(num_tokens, num_destinations)
         received = num_destinations * pair if rule is None else rule.room
         return Bounds(min(num_senders * num_tokens * self.top_k, num_destinations * pair), pair, received)
+
+    def seated(self, num_seats: int, level_loads: tuple[float, ...]) -> "MoEConfig":
+        """The layer whose plan knows seats in place of experts (`moejax.lending`).
+
+        Args:
+          num_seats: of all devices together.
+          level_loads: for pools, where the config states none.
+        """
+        loads = (self.level_loads or level_loads) if self.capacity == "pool" else None
+        return dataclasses.replace(
+            self,
+            num_experts=num_seats,
+            num_slots=None,
+            level_loads=loads,
+            rebalance=None,
+            router="softmax",
+            extra_losses=(),
+        )
 
     def pool_rule(self, num_tokens: int, num_destinations: int | None) -> PoolRule:
         """The capacities of pools for a sender of `num_tokens` tokens.

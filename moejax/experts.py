@@ -5,8 +5,10 @@ e: experts on this shard, r: rows of an expert, d: model width, f: expert width 
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 
+import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from moejax.feed_forward import NONLINEARITY, feed_forward
@@ -95,3 +97,9 @@ def expert_shapes(num_experts: int, d_model: int, d_ff: int, activation: str) ->
     wide, narrow = (num_experts, d_model, d_ff), (num_experts, d_ff, d_model)
     gate = {"gate": wide} if activation in GATED else {}
     return {"up": wide, **gate, "down": narrow}
+
+
+def expert_bytes(d_model: int, d_ff: int, activation: str, dtype: str) -> int:
+    """Bytes of one expert's weights."""
+    shapes = expert_shapes(1, d_model, d_ff, activation).values()
+    return jnp.dtype(dtype).itemsize * sum(math.prod(shape) for shape in shapes)

@@ -70,7 +70,7 @@ def _feed_forward(activation, order, rows, weight, into, down):
 
 def _forward(activation, order, rows, weight, into, down):
     products = tuple(checkpoint_name(rows @ matrix, HIDDEN) for matrix in into)
-    return _hidden(activation, products, weight) @ down, (rows, weight, into, down, products)
+    return hidden_of(activation, products, weight) @ down, (rows, weight, into, down, products)
 
 
 def _backward(activation, order, kept, dy):
@@ -88,7 +88,7 @@ def _gradients(activation, order, kept, dy):
     # through one is not overwritten in place (H100), so it holds one of the products.
     first, dy = lax.optimization_barrier((first, dy))
     products = (first, *others)
-    hidden = _hidden(activation, products, weight)
+    hidden = hidden_of(activation, products, weight)
     if order == "one_pass":
         d_hidden = dy @ _transpose(down)
         d_down = _transpose(hidden) @ dy
@@ -96,7 +96,7 @@ def _gradients(activation, order, kept, dy):
         d_down = _transpose(hidden) @ dy
         dy, d_down = lax.optimization_barrier((dy, d_down))
         d_hidden = dy @ _transpose(down)
-    d_products, d_weight = _d_hidden(activation, products, weight, d_hidden)
+    d_products, d_weight = d_hidden_of(activation, products, weight, d_hidden)
     d_products, d_weight, d_down = lax.optimization_barrier((d_products, d_weight, d_down))
     d_into = tuple(_transpose(rows) @ part for part in d_products)
     d_products, d_into = lax.optimization_barrier((d_products, d_into))
@@ -115,11 +115,12 @@ def _act(activation, *products):
     return hidden * products[1] if len(products) == 2 else hidden
 
 
-def _hidden(activation, products, weight):
+def hidden_of(activation, products, weight):
+    """weight * act(products), in the dtype of the products."""
     return weighed(_act(activation, *_wide(products)), weight).astype(products[0].dtype)
 
 
-def _d_hidden(activation, products, weight, d_hidden):
+def d_hidden_of(activation, products, weight, d_hidden):
     """The gradients of the products and of the weights, in float32."""
     hidden, pull = jax.vjp(functools.partial(_act, activation), *_wide(products))
     d_hidden = _wide(d_hidden)

@@ -17,7 +17,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Shaped
 
 from moejax import axes as ax
-from moejax.config import one_of, positive
+from moejax.checks import one_of, positive
 from moejax.kernels import capacity, pallas_gpu, pallas_tpu, ragged, reference, tiles, tokamax
 from moejax.kernels.choice import choose
 from moejax.kernels.rows import How, Rows, common, scaled, sum_into, wide
@@ -109,8 +109,38 @@ def default_implementation(x: Shaped[Array, "R K"], w: Shaped[Array, "G K N"]) -
     return _name(None, x, w, Rows(jnp.zeros(w.shape[0], jnp.int32), None, x.shape[0]), None)
 
 
+def grouped_part(
+    x: Shaped[Array, "R _"],
+    w: Shaped[Array, "G _ _"],
+    sizes: Shaped[Array, "G"],
+    first: Shaped[Array, ""] | None = None,
+    *,
+    transpose: bool = False,
+) -> Shaped[Array, "R _"]:
+    """`grouped_matmul` of the rows from `first` on, zeros for the others. Not differentiable itself.
+
+    Args:
+      x: [R, K]; with `transpose` [R, N].
+      w: [G, K, N], of the dtype of x.
+      sizes: [G].
+      first: the first row of group 0; None: 0.
+      transpose: x @ w[g].T.
+
+    Returns:
+      [R, N] in the dtype of x; with `transpose` [R, K].
+    """
+    name = choose(ax.platform(), (str(x.dtype), str(w.dtype)), (x.size, w.size, x.shape[0] * max(w.shape[1:])), None)
+    rows = Rows(sizes, None, x.shape[0], first)
+    with jax.named_scope("moe/grouped_matmul"):
+        return KERNELS[name].product(*ax.vary_alike((x, w, rows)), None, How(jnp.dtype(x.dtype)), transpose)
+
+
 def grouped_outer(
-    x: Shaped[Array, "R K"], dy: Shaped[Array, "R N"], group_sizes: Shaped[Array, "G"], preferred_element_type: Any = None
+    x: Shaped[Array, "R K"],
+    dy: Shaped[Array, "R N"],
+    group_sizes: Shaped[Array, "G"],
+    preferred_element_type: Any = None,
+    first: Shaped[Array, ""] | None = None,
 ) -> Shaped[Array, "G K N"]:
     """x.T @ dy over the rows of each group: the gradient of w in `grouped_matmul`. Not differentiable itself.
 
@@ -119,11 +149,12 @@ def grouped_outer(
       dy: [R, N].
       group_sizes: [G].
       preferred_element_type: dtype of the result; None: the wider of x's and dy's.
+      first: the first row of group 0; None: 0.
 
     Returns:
       [G, K, N], zeros for an empty group.
     """
-    rows = Rows(group_sizes, None, x.shape[0])
+    rows = Rows(group_sizes, None, x.shape[0], first)
     result = group_sizes.shape[0] * x.shape[1] * dy.shape[1]
     name = choose(ax.platform(), (str(x.dtype), str(dy.dtype)), (x.size, dy.size, result), None)
     how = How(jnp.dtype(preferred_element_type or common(x.dtype, dy.dtype)))

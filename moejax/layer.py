@@ -19,6 +19,7 @@ from moejax.axes import AxisRules, ShardAxes
 from moejax.config import MoEConfig
 from moejax.context import RoutingContext
 from moejax.experts import LOGICAL_AXES, expert_shapes
+from moejax.lending import axes_of
 from moejax.line import ApplyExpert, Line
 from moejax.params import Init, born_sharded
 from moejax.placement import ExpertPlacement, ExpertTable
@@ -144,7 +145,26 @@ def check_layer(cfg: MoEConfig, rules: AxisRules, mesh) -> ShardAxes:
         _check_groups(cfg, axes, mesh)
     if cfg.exchange == "hierarchical" and len(axes.expert) not in (0, 2):
         raise ValueError(f"exchange='hierarchical': needs two expert axes (slow, fast), the rules give {axes.expert!r}")
+    if cfg.rebalance is not None:
+        _check_domain(cfg, axes, mesh)
     return axes
+
+
+def _check_domain(cfg: MoEConfig, axes: ShardAxes, mesh) -> None:
+    """The axes that experts are lent along are the last ones that they are sharded over."""
+    assert cfg.rebalance is not None
+    names, size = ax.as_tuple(cfg.rebalance.axis), cfg.rebalance.num_devices
+    if not axes.expert:
+        group = cfg.num_destinations or 1
+        if size is not None and group % size:
+            raise ValueError(f"rebalance num_devices={size} does not divide num_destinations={group}")
+        return
+    present = axes_of(cfg.rebalance, axes.expert)
+    unknown = [name for name in names if mesh.shape.get(name) != 1 and name not in axes.expert]
+    if unknown or present != axes.expert[len(axes.expert) - len(present) :]:
+        raise ValueError(f"rebalance axis={cfg.rebalance.axis!r}: legal are the last of the expert axes {axes.expert!r}")
+    if present and size not in (None, ax.mesh_size(mesh, present)):
+        raise ValueError(f"rebalance num_devices={size}: the mesh has {ax.mesh_size(mesh, present)} along {present!r}")
 
 
 def _check_groups(cfg: MoEConfig, axes: ShardAxes, mesh) -> None:

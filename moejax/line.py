@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -26,18 +26,21 @@ from moejax.exchange.choose import choose_exchange
 from moejax.exchange.form import choose_form
 from moejax.experts import LOGICAL_AXES, ApplyRows, GroupedExperts
 from moejax.flat_plan import FlatPlan, place_flat, with_rest
+from moejax.guests import WithGuests
 from moejax.kernels.rows import weighed
+from moejax.lending import Lending, axes_of, domain_of, lend, lent_config, loan_stats
 from moejax.losses import entropy_loss, extra_losses, load_balance_loss, router_z_loss
 from moejax.permute import unstack
 from moejax.placement import ExpertTable, by_expert, choose_slots, tied
 from moejax.plan import DispatchPlan, place_in_cells, rank_pairs
 from moejax.pool import PoolPlan, make_pool_plan
 from moejax.pytree import pytree
+from moejax.rebalance import why_not
 from moejax.receive import take_in
 from moejax.ring_sum import sum_round
 from moejax.route import route
 from moejax.routing import Measured, PerSequence, Routing, Tokens
-from moejax.stats import RoutingStats
+from moejax.stats import RoutingStats, straggler
 from moejax.unlike_experts import UnlikeExperts, slot_of_expert
 
 logger = logging.getLogger(__name__)
@@ -67,6 +70,9 @@ class LiftedExperts:
         """Each expert as a function of its own rows and their weights: ([r, d], [r] or None) -> [r, d]."""
         one = lambda weights: lambda rows, weight=None: weighed(self.apply(weights, rows), weight)
         return [one(weights) for weights in unstack(self.weights)]
+
+
+Experts: TypeAlias = GroupedExperts | LiftedExperts | UnlikeExperts | WithGuests
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,14 +107,17 @@ class Line:
             tokens = self.tokens(valid, context)
             routing = route(x, params["router"], state, cfg, tokens, params.get("router_noise"))
             name = self.exchange(x.shape[0])
-            plan = self.plan(self.placed(routing, tokens), valid, name)
+            placed = self.placed(routing, tokens)
+            lending = self.lending(placed, valid)
+            plan = self.plan(placed, valid, name) if lending is None else self.lent_plan(placed, valid, name, lending)
         if context.placement is not None:
             tie = lambda weights: tied(weights, context.placement, axes.expert)
             params = {name: tie(leaf) if name.startswith("expert_") else leaf for name, leaf in params.items()}
         inside = ax.vary_over(x, axes.mlp).astype(cfg.dtype)
         plan = dataclasses.replace(plan, weight=ax.vary_over(plan.weight, axes.mlp))
         sums = self.sums_round(name)
-        y, num_rows = EXCHANGES[self.rows_stand(name), name](inside, plan, self.experts(params, sums), self.wire(name))
+        experts = self.experts(params, sums, lending)
+        y, num_rows = EXCHANGES[self.rows_stand(name), name](inside, plan, experts, self.wire(name))
         if cfg.num_shared_experts:
             with jax.named_scope("moe/shared"):
                 shared = _grouped(params, "shared", cfg, axes, sums)(inside[None])
@@ -117,6 +126,8 @@ class Line:
         y = jax.tree.map(lambda part: jnp.where(valid[:, None], part, 0), y)
         y = sum_round(y, sums, ax.axis_size(axes.embed)) if sums else ax.sum_over(y, axes.mlp)
         stats = self.stats(routing, plan, tokens, num_rows)
+        if lending is not None:
+            stats = dataclasses.replace(stats, rebalance=loan_stats(placed, valid, self.num_senders, lending, cfg, axes))
         return y.astype(x.dtype), stats, routing.record if context.record else None
 
     def sums_round(self, exchange: str) -> tuple[str, ...]:
@@ -155,14 +166,17 @@ class Line:
         axes, cfg = self.axes.expert, self.cfg
         return ax.axis_size(axes) if axes or cfg.capacity != "pool" else cfg.num_destinations or 1
 
-    def experts(self, params, sums: tuple[str, ...]) -> GroupedExperts | LiftedExperts | UnlikeExperts:
-        """This shard's experts, ready for their rows."""
+    def experts(self, params, sums: tuple[str, ...], lending: Lending | None) -> Experts:
+        """This shard's experts, ready for their rows, and those lent to it."""
         if self.cfg.expert_sizes is not None:
             groups = range(len(self.cfg.expert_sizes))
             return UnlikeExperts(tuple(_grouped(params, f"expert_{g}", self.cfg, self.axes, sums) for g in groups))
-        if self.apply_expert is None:
-            return _grouped(params, "expert", self.cfg, self.axes, sums)
-        return LiftedExperts(ax.vary_over(params["experts"], self.axes.tokens), self.apply_expert)
+        if self.apply_expert is not None:
+            return LiftedExperts(ax.vary_over(params["experts"], self.axes.tokens), self.apply_expert)
+        own, rule = _grouped(params, "expert", self.cfg, self.axes, sums), self.cfg.rebalance
+        if lending is None or rule is None:
+            return own
+        return lending.experts(own, self.axes.expert, axes_of(rule, self.axes.expert))
 
     def exchange(self, num_tokens: int) -> str:
         """The name of the exchange; `auto` is resolved here and says why in the log."""
@@ -206,6 +220,24 @@ class Line:
             return jax.vmap(functools.partial(make_pool_plan, rule=rule))(jax.tree.map(split, routing), split(valid))
         return self.cell_plan(routing, valid, exchange)
 
+    def lending(self, routing, valid) -> Lending | None:
+        """The experts lent in this step; None where none are, which the log explains if the config asks for it."""
+        cfg, axes = self.cfg, self.axes
+        if cfg.rebalance is None:
+            return None
+        domain = domain_of(cfg, axes.expert)
+        rows = valid.shape[0] // (1 if axes.expert else self.num_senders) * cfg.top_k
+        reason = why_not(cfg.rebalance, domain.size, domain.group_size, rows, ax.platform())
+        if reason is not None:
+            logger.info("rebalance left out: %s", reason)
+            return None
+        return lend(routing, valid, self.num_senders, domain, cfg.rebalance, axes.expert)
+
+    def lent_plan(self, routing, valid, exchange: str, lending: Lending) -> DispatchPlan | FlatPlan | PoolPlan:
+        """The plan of rows to seats; `routed` counts by expert all the same."""
+        line = dataclasses.replace(self, cfg=lent_config(self.cfg, lending.domain))
+        return dataclasses.replace(line.plan(lending.routing(routing), valid, exchange), routed=lending.counts)
+
     def cell_plan(self, routing, valid, exchange: str) -> DispatchPlan | FlatPlan:
         """The plan where capacity is per (sender, expert)."""
         cfg, tokens, shards = self.cfg, valid.shape[0] // self.num_senders, ax.axis_size(self.axes.expert)
@@ -230,7 +262,7 @@ class Line:
         served, table = total(plan.routed), tokens.context.placement
         asked = self.by_expert(served, table)
         lost = 0 if table is None else jnp.where(table.count > 0, 0, _asked(routing, valid))
-        counts = asked + lost, served.sum(), total(plan.kept).sum(), num_rows, valid.sum()
+        counts = asked + lost, served.sum(), plan.kept.sum(), num_rows, valid.sum()
         routed, served, kept, worked, num_tokens = ax.sum_over(counts, axes.tokens)
         return RoutingStats(
             aux_loss=load_balance_loss(routing, valid, **by),
@@ -241,7 +273,7 @@ class Line:
             num_dropped=routed.sum() - worked,
             num_dropped_at_receiver=kept - worked,
             num_missing=routed.sum() - served,
-            token_straggler=_straggler(num_rows, axes.tokens),
+            token_straggler=straggler(num_rows, axes.tokens),
             entropy=entropy_loss(lax.stop_gradient(routing), valid, axes.tokens),
             extra=extra_losses(routing, tokens, [name for name, _ in cfg.extra_losses], cfg.expert_sizes),
             measured=self.measured(routing, tokens),
@@ -274,18 +306,6 @@ class Line:
         return ax.axis_index(outer) * count + position // self.seq, count * ax.axis_size(outer)
 
 
-def _asked(routing: Routing, valid):
-    """[E] pairs that chose each expert."""
-    experts = jnp.arange(routing.logits.shape[-1])
-    return ((routing.expert[:, :, None] == experts) & routing.counted(valid)[:, :, None]).sum((0, 1), dtype=jnp.int32)
-
-
-def _straggler(num_rows, axes: tuple[str, ...]):
-    """max - mean over devices of the rows that each one's experts take."""
-    rows = num_rows.astype(jnp.float32)
-    return lax.pmax(rows, axes) - lax.pmean(rows, axes) if axes else jnp.zeros_like(rows)
-
-
 def _grouped(params: dict[str, Any], prefix: str, cfg: MoEConfig, axes: ShardAxes, sums: tuple[str, ...]) -> GroupedExperts:
     """This shard's experts, whole in width d and in the compute dtype; under `overlap` as they are, to go round a ring.
 
@@ -304,3 +324,9 @@ def _grouped(params: dict[str, Any], prefix: str, cfg: MoEConfig, axes: ShardAxe
 
     named = {name: ready(name) for name in LOGICAL_AXES if f"{prefix}_{name}" in params}
     return GroupedExperts(activation=cfg.activation, ring=ring, sums=sums, **{"gate": None, **named})
+
+
+def _asked(routing: Routing, valid):
+    """[E] pairs that chose each expert."""
+    experts = jnp.arange(routing.logits.shape[-1])
+    return ((routing.expert[:, :, None] == experts) & routing.counted(valid)[:, :, None]).sum((0, 1), dtype=jnp.int32)

@@ -23,7 +23,7 @@ from jaxtyping import Array, Float, Int
 
 from moejax import axes as ax
 from moejax.axes import Axis
-from moejax.config import one_of
+from moejax.checks import one_of
 from moejax.grouped_matmul import grouped_matmul, grouped_outer
 from moejax.kernels.rows import wide
 

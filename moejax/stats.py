@@ -4,9 +4,29 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Int
 
 from moejax.pytree import pytree
+
+
+@pytree
+class RebalanceStats:
+    """What lending experts did in one step (`moejax.RebalanceConfig`), over all shards.
+
+    Attributes:
+      num_moved_rows: int32, rows sent to another device than their expert's owner.
+      num_moved_experts: int32, weights of an expert that went to another device and were used there.
+      moved_bytes: float32, of those weights, one way; in a forward and backward they travel twice and their gradients once.
+      token_straggler_before: float32, what `RoutingStats.token_straggler` would have been.
+      num_dropped_before: int32, what `RoutingStats.num_dropped` would have been.
+    """
+
+    num_moved_rows: Int[Array, "*layers"]
+    num_moved_experts: Int[Array, "*layers"]
+    moved_bytes: Float[Array, "*layers"]
+    token_straggler_before: Float[Array, "*layers"]
+    num_dropped_before: Int[Array, "*layers"]
 
 
 @pytree
@@ -30,6 +50,7 @@ class RoutingStats:
       measured: float32 by name, figures of the router's own: "switch_rate" of router "sticky".
       expert: [batch, seq, k] int32, the experts of each token, -1 where a choice is not used; with
         `RoutingContext(record=True)`, else None.
+      rebalance: of experts lent within the step; None where there are none.
     """
 
     aux_loss: Float[Array, "*layers"]
@@ -45,6 +66,7 @@ class RoutingStats:
     extra: dict[str, Float[Array, "*layers"]] = dataclasses.field(default_factory=dict)
     measured: dict[str, Float[Array, "*layers"]] = dataclasses.field(default_factory=dict)
     expert: Int[Array, "*layers b s k"] | None = None
+    rebalance: RebalanceStats | None = None
 
     @property
     def dropped_fraction(self) -> Float[Array, "*layers"]:
@@ -67,6 +89,12 @@ class RoutingStats:
         for name, weight in cfg.extra_losses:
             weighted += weight * self.extra[name]
         return weighted.mean() if reduce == "mean" else weighted.sum()
+
+
+def straggler(num_rows: Int[Array, ""], axes: tuple[str, ...]) -> Float[Array, ""]:
+    """max - mean over the devices along these axes of what each one works on; 0 for none."""
+    rows = num_rows.astype(jnp.float32)
+    return lax.pmax(rows, axes) - lax.pmean(rows, axes) if axes else jnp.zeros_like(rows)
 
 
 def add_microbatches(stats: RoutingStats) -> RoutingStats:

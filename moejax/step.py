@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Int
 
 from moejax.axes import AxisRules
-from moejax.config import positive
+from moejax.checks import positive
 from moejax.context import BatchCounts, RoutingContext
 from moejax.layer import RouterState
 from moejax.migration import copy_to_replicas, count_once

@@ -17,7 +17,8 @@ from jaxtyping import Array, Float, Int
 
 from moejax import axes as ax
 from moejax.axes import AxisRules
-from moejax.config import ACTIVATIONS, MoEConfig, float_dtype, one_of, positive, true_or_false
+from moejax.checks import float_dtype, one_of, positive, true_or_false
+from moejax.config import ACTIVATIONS, MoEConfig
 from moejax.context import RoutingContext
 from moejax.experts import LOGICAL_AXES, NONLINEARITY, GroupedExperts, expert_shapes
 from moejax.layer import MoELayer, check_layer, init_param

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import moejax
-from benchmarks import cases, compiled_layer, exchanges, harness, memory_tokens, moe_layer, ragged_layer, torch_layer
+from benchmarks import balance, cases, compiled_layer, exchanges, harness, memory_tokens, moe_layer, ragged_layer, torch_layer
 from benchmarks.__main__ import NAMES
 from benchmarks.cases import Shape
 from moejax import config
@@ -211,3 +211,17 @@ def test_compiled_layer_rows(monkeypatch):
 def test_compiled_layer_needs_its_compilers(monkeypatch, tmp_path):
     monkeypatch.setenv("MOEJAX_AOT_PYTHON", str(tmp_path / "none"))
     assert str(tmp_path / "none") in (compiled_layer.unavailable() or "")
+
+
+def test_balance_rows(monkeypatch):
+    """Small, and the figures are those of the rows: what is drawn by popularity, what the trace has."""
+    monkeypatch.setattr(balance, "TOKENS_A_DEVICE", 64)
+    monkeypatch.setattr(balance, "MICROBATCHES", 2)
+    monkeypatch.setattr(balance, "GROUPS", (4,))
+    monkeypatch.setattr(balance, "DYN", (2,))
+    rows = balance.run()
+    assert len(rows) == 3 * (1 + 4)
+    nothing, *others = rows[:5]
+    assert (nothing["rule"], nothing["removed_percent"], nothing["moved_mb"]) == ("none", 0, 0)
+    assert all(row["straggler_rows"] <= nothing["straggler_rows"] and row["moved_mb"] > 0 for row in others)
+    assert others[0]["lanes_mb"] == 3 * 2 * 3 * 2048 * 1024 * 2 / 1e6

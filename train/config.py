@@ -7,7 +7,7 @@ from jax.sharding import AbstractMesh
 
 from moejax import AxisRules, TransformerConfig
 from moejax import axes as ax
-from moejax.config import positive
+from moejax.checks import positive
 from moejax.step import check_microbatches
 from moejax.transformer import check_model
 from train.errors import InputError

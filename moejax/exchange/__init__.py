@@ -6,6 +6,7 @@ exactly what their plan drops; a pool's destination may drop more, by the rule t
 """
 
 from collections.abc import Callable
+from typing import Any
 
 from jaxtyping import Array
 
@@ -21,8 +22,8 @@ from moejax.flat_plan import FlatPlan
 from moejax.plan import DispatchPlan
 from moejax.pool import PoolPlan
 
-# The experts are a function of their rows; flat rows and pools need GroupedExperts.
-Exchange = Callable[[Array, DispatchPlan | FlatPlan | PoolPlan, Callable[[Array], Array], Wire], tuple[Array, Array]]
+# The experts are a function of their rows; flat rows and pools need the `flat` of GroupedExperts.
+Exchange = Callable[[Array, DispatchPlan | FlatPlan | PoolPlan, Any, Wire], tuple[Array, Array]]
 # By (how rows stand, exchange): in padded cells, flat, or in pools. On one device all flat ones are the same.
 EXCHANGES: dict[tuple[str, str], Exchange] = {
     ("cell", "all_to_all"): all_to_all,

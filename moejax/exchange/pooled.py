@@ -30,11 +30,14 @@ def pooled(x, plan, experts, wire: Wire):
         return _one(x, jax.tree.map(lambda leaf: leaf[0], plan), experts, wire)
     m, n = plan.local_expert.shape[:2]
     split = lambda leaf: leaf.reshape(m // n, n, -1, *leaf.shape[1:])
-    shares = experts.map(lambda _, weights: weights.reshape(n, -1, *weights.shape[1:]))
+    # Where experts are lent (`moejax.lending`) every group has seats of its own.
+    lent = experts.num_experts > plan.kept.shape[-1]
+    outer = (m // n, n) if lent else (n,)
+    shares = experts.map(lambda _, weights: weights.reshape(*outer, -1, *weights.shape[1:]))
     tokens = x.reshape(m // n, n, -1, x.shape[1])
     plans = jax.tree.map(lambda leaf: split(leaf)[:, :, 0], plan)
     one = functools.partial(_one, wire=Wire(("pool",), wire.codecs))
-    y, num_rows = jax.vmap(jax.vmap(one, axis_name="pool"), in_axes=(0, 0, None))(tokens, plans, shares)
+    y, num_rows = jax.vmap(jax.vmap(one, axis_name="pool"), in_axes=(0, 0, 0 if lent else None))(tokens, plans, shares)
     return y.reshape(x.shape), num_rows.sum()
 
 

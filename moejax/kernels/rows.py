@@ -39,26 +39,31 @@ class Rows:
       sizes: [G] rows of each group, adding up to at most R.
       index: [R] the row of x that row r reads; one past the end (M) for an empty row. None: row r reads row r.
       num_rows: R.
+      first: where group 0 begins; None: with row 0. Rows before it belong to no group.
     """
 
     sizes: Int[Array, "G"]
     index: Int[Array, "R"] | None
     num_rows: int = dataclasses.field(metadata={"static": True})
+    first: Int[Array, ""] | None = None
 
     @property
     def end(self) -> Int[Array, "G"]:
         """The row after each group's last; never past R, whatever the sizes."""
-        return jnp.minimum(jnp.cumsum(self.sizes.astype(jnp.int32)), self.num_rows)
+        end = jnp.cumsum(self.sizes.astype(jnp.int32))
+        return jnp.minimum(end if self.first is None else self.first + end, self.num_rows)
 
     @property
     def start(self) -> Int[Array, "G"]:
         """Each group's first row."""
-        return jnp.concatenate([jnp.zeros_like(self.end[:1]), self.end[:-1]])
+        first = jnp.zeros_like(self.end[:1]) if self.first is None else self.first[None]
+        return jnp.concatenate([first, self.end[:-1]])
 
     @property
     def live(self) -> Shaped[Array, "R"]:
         """Whether each row belongs to a group."""
-        return jnp.arange(self.num_rows, dtype=jnp.int32) < self.end[-1]
+        row = jnp.arange(self.num_rows, dtype=jnp.int32)
+        return row < self.end[-1] if self.first is None else (row >= self.first) & (row < self.end[-1])
 
     def read(self, x: Shaped[Array, "M k"]) -> Shaped[Array, "R k"]:
         """The row of x that each row reads, zeros for empty rows and for those of no group, whatever they hold."""

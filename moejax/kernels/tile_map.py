@@ -18,7 +18,7 @@ class TileMap:
     """Tiles by number.
 
     Attributes:
-      group: [B] the group of each tile; G where its rows belong to none (they are zeros).
+      group: [B] the group of each tile; G or more where its rows belong to none (they are zeros).
       start: [B] its first row.
       stop: [B] the row after its last; `start` for a tile that is not in use.
     """
@@ -33,17 +33,17 @@ class Visits:
     """Aligned tiles by visit: one that several groups share is visited by each of them, one after another.
 
     Attributes:
-      group: [B] the group that visits; G for the rows of none.
+      group: [B] the group that visits; G for the rows of none, G + 1 for those before the first group.
       tile: [B] the tile, rows [tile * height, (tile + 1) * height).
-      start: [G + 1] each group's first row.
-      stop: [G + 1] the row after its last.
+      start: [G + 1] each group's first row; [G + 2] where there may be rows before the first group.
+      stop: [G + 1] the row after its last; [G + 2].
       num_visits: [1] how many visits there are; the others repeat the last one's tile and group.
     """
 
     group: Int[Array, "B"]
     tile: Int[Array, "B"]
-    start: Int[Array, "G_1"]
-    stop: Int[Array, "G_1"]
+    start: Int[Array, "G_more"]
+    stop: Int[Array, "G_more"]
     num_visits: Int[Array, "1"]
 
 
@@ -55,8 +55,9 @@ def tile_map(rows: Rows, height: int, order: str = "natural") -> TileMap:
     """
     start, stop = _segments(rows)
     counts = -(-(stop - start) // height)
-    visit = jnp.append(_order(rows.sizes, order), rows.sizes.shape[0]).astype(jnp.int32)
-    place, inside = _expand(counts[visit], max_tiles(rows, height) + 1)
+    num_groups, num_segments = rows.sizes.shape[0], start.shape[0]
+    visit = jnp.append(_order(rows.sizes, order), jnp.arange(num_groups, num_segments)).astype(jnp.int32)
+    place, inside = _expand(counts[visit], max_tiles(rows, height) + num_segments - num_groups)
     group = visit[place]
     first = start[group] + inside * height
     return TileMap(group, first, jnp.clip(stop[group], first, first + height))
@@ -70,12 +71,16 @@ def visits(rows: Rows, height: int, *, every_group: bool = False) -> Visits:
     start, stop = _segments(rows)
     first = jnp.minimum(start, rows.num_rows - 1) // height
     counts = jnp.where(stop > start, (stop - 1) // height - first + 1, 0)
+    num_groups, num_segments = rows.sizes.shape[0], start.shape[0]
     if every_group:
-        counts = jnp.maximum(counts, 1).at[-1].set(0)
+        counts = jnp.maximum(counts, 1).at[num_groups:].set(0)
     total = counts.sum()
-    num_slots = max_tiles(rows, height) + (0 if every_group else 1)
-    place, inside = _expand(counts, num_slots)
-    group, tile = place, first[place] + inside
+    num_slots = max_tiles(rows, height) + (0 if every_group else num_segments - num_groups)
+    # In the order of the rows: those before the first group come first.
+    walk = jnp.roll(jnp.arange(num_segments), num_segments - num_groups - 1)
+    place, inside = _expand(counts[walk], num_slots)
+    group = walk[place].astype(jnp.int32)
+    tile = first[group] + inside
     last = jnp.minimum(jnp.arange(num_slots), total - 1)
     return Visits(group[last], tile[last], start, stop, total[None])
 
@@ -85,10 +90,12 @@ def max_tiles(rows: Rows, height: int) -> int:
     return -(-rows.num_rows // height) + rows.sizes.shape[0]
 
 
-def _segments(rows: Rows) -> tuple[Int[Array, "G_1"], Int[Array, "G_1"]]:
-    """First row and end of each group, and of the rows that belong to none."""
-    end = rows.end
-    return jnp.append(rows.start, end[-1]), jnp.append(end, jnp.int32(rows.num_rows))
+def _segments(rows: Rows) -> tuple[Int[Array, "G_more"], Int[Array, "G_more"]]:
+    """First row and end of each group, of the rows after the last one and, where there may be any, of those before."""
+    start, end = jnp.append(rows.start, rows.end[-1]), jnp.append(rows.end, jnp.int32(rows.num_rows))
+    if rows.first is None:
+        return start, end
+    return jnp.append(start, jnp.int32(0)), jnp.append(end, jnp.minimum(rows.first, rows.num_rows))
 
 
 def _expand(counts: Int[Array, "n"], num_slots: int) -> tuple[Int[Array, "B"], Int[Array, "B"]]:

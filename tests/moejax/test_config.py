@@ -90,7 +90,7 @@ BAD = [
     ({"weigh_at": "token", "capacity": "pool"}, r"weigh_at of pools='token': legal values are 'auto', 'expert'"),
     ({"exchange_by": "expert", "capacity": "pool"}, r"exchange_by of capacity='pool', .*='expert': legal values are 'auto', "),
     ({"exchange_by": "expert", "num_chunks": 2}, r"num_chunks=2: exchange_by='expert' crosses in parts already; legal is 1"),
-    ({"rebalance": "feplb"}, r"rebalance='feplb': only None is legal"),
+    ({"rebalance": "feplb"}, r"rebalance='feplb': needs a RebalanceConfig, or None"),
 ]
 
 

@@ -1,6 +1,7 @@
 """grouped_matmul against a float64 loop over groups: every implementation, forward and both gradients."""
 
 import importlib.util
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moejax.grouped_matmul import IMPLEMENTATIONS, grouped_glu, grouped_matmul
+from moejax.grouped_matmul import IMPLEMENTATIONS, grouped_glu, grouped_matmul, grouped_outer, grouped_part
 from moejax.kernels import tile_map
 from moejax.kernels.choice import TABLE, choose
 from moejax.kernels.rows import Rows
@@ -350,3 +351,33 @@ def test_like_ragged_dot():
     np.testing.assert_array_equal(got, jax.lax.ragged_dot(x, w, sizes, "highest", jnp.float32))
     whole = grouped_matmul(x.astype(int), w.astype(int), sizes, implementation="reference")
     np.testing.assert_array_equal(whole, np.full((6, 3), 2))
+
+
+@pytest.mark.parametrize("implementation", ["tiles", "pallas_gpu", "pallas_tpu"])
+def test_groups_may_begin_later(implementation, monkeypatch):
+    """Rows before the first group belong to none, as those after the last one: zeros, whatever they hold."""
+    monkeypatch.setattr(sys.modules["moejax.grouped_matmul"], "choose", lambda *_: implementation)
+    rng = np.random.default_rng(0)
+    num_rows, depth, width, groups = 40, 16, 24, 3
+    x, dy, weights = (
+        rng.normal(size=shape).astype(np.float32) for shape in ((num_rows, depth), (num_rows, width), (groups, depth, width))
+    )
+
+    @jax.jit
+    def parts(x, dy, sizes, first):
+        w = jnp.asarray(weights)
+        back = grouped_part(dy, w, sizes, first, transpose=True)
+        return grouped_part(x, w, sizes, first), back, grouped_outer(x, dy, sizes, first=first)
+
+    for first, sizes in ((0, (5, 0, 9)), (7, (0, 20, 3)), (26, (14, 0, 0)), (40, (0, 0, 0))):
+        end = first + np.cumsum(sizes)
+        group = np.searchsorted(end, np.arange(num_rows), side="right")
+        live = (np.arange(num_rows) >= first) & (np.arange(num_rows) < end[-1])
+        dirty = [np.where(live[:, None], part, np.nan) for part in (x, dy)]
+        got = parts(*map(jnp.asarray, dirty), jnp.asarray(sizes, jnp.int32), jnp.int32(first))
+        want = np.zeros((num_rows, width)), np.zeros((num_rows, depth)), np.zeros((groups, depth, width))
+        for row in np.flatnonzero(live):
+            want[0][row], want[1][row] = x[row] @ weights[group[row]], dy[row] @ weights[group[row]].T
+            want[2][group[row]] += np.outer(x[row], dy[row])
+        for mine, theirs in zip(got, want, strict=True):
+            np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-5)
