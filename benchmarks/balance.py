@@ -25,7 +25,7 @@ AIM = (
 GROUPS = (2, 4, 8)
 DYN = (2, 4, 8)
 TOKENS_A_DEVICE = 4096
-MICROBATCHES = 8
+MICROBATCHES = 4
 TRACE = Path(__file__).resolve().parent / "data" / "demo_trace.npz"
 LAYER: dict[str, Any] = {"d_model": 2048, "d_ff": 1024, "capacity": "pool", "capacity_factor": 1.1}
 

@@ -274,9 +274,7 @@ class MoEConfig:
         if self.expert_sizes is not None:
             raise ValueError(f"expert_sizes={self.expert_sizes!r}: with rebalance experts are alike; legal is None")
         if isinstance(self.router_rule, ExpertsChoose):
-            raise ValueError(
-                f"router={self.router!r}: even loads leave nothing to lend; legal is rebalance=None"
-            )
+            raise ValueError(f"router={self.router!r}: even loads leave nothing to lend; legal is rebalance=None")
         if self.num_chunks > 1:
             raise ValueError(
                 f"num_chunks={self.num_chunks}: with rebalance the lent weights cross beside whole rows; legal is 1"

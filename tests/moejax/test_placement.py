@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 from hypothesis import strategies as st
 
-from moejax import AxisRules, ExpertPlacement, MoEConfig, MoELayer, RoutingContext, linen, make_mesh, moe
+from moejax import AxisRules, ExpertPlacement, MoEConfig, MoELayer, RebalanceConfig, RoutingContext, linen, make_mesh, moe
 from moejax.layer import param_shapes
 from moejax.placement import choose_slots
 from tests.moejax import grid
@@ -27,6 +27,9 @@ WAYS = [
     ({"data": 2, "expert": 4}, RULES, {"capacity": "pool"}),
     ({"expert": 8}, RULES, {"exchange": "ragged", "num_slots": 16}),
     ({"fsdp": 2, "expert": 2, "tensor": 2}, RULES, {}),
+    ({"data": 2, "expert": 4}, BOTH, {"capacity": "pool", "num_slots": 16, "rebalance": RebalanceConfig(dyn=2)}),
+    pytest.param({"expert": 8}, RULES, {"exchange": "ragged", "num_slots": 16, "rebalance": RebalanceConfig()}, marks=SLOW),
+    pytest.param({"data": 2, "expert": 4}, RULES, {"capacity": "pool", "rebalance": RebalanceConfig(move="whole")}, marks=SLOW),
     pytest.param({"data": 2, "expert": 4}, BOTH, {"exchange": "hierarchical", "num_slots": 16}, marks=SLOW),
     pytest.param({"data": 2, "expert": 4}, RULES, {"exchange": "weight_stream"}, marks=SLOW),
     pytest.param({"data": 2, "expert": 4}, RULES, {"exchange": "all_gather"}, marks=SLOW),
@@ -82,7 +85,8 @@ def test_placed_experts_give_the_plain_layers_answer(axes, rules, changes, data)
     for name, leaf in in_slots(jax.tree.map(np.asarray, want[2]), placement).items():
         mine = d_params[name][index >= 0] if name.startswith("expert_") else d_params[name]
         grid.assert_close(mine, leaf[index >= 0] if name.startswith("expert_") else leaf)
-    stats = dataclasses.replace(stats, token_straggler=np.asarray(want[1].token_straggler))
+    assert (stats.rebalance is None) == (cfg.rebalance is None)
+    stats = dataclasses.replace(stats, token_straggler=np.asarray(want[1].token_straggler), rebalance=None)
     grid.assert_close((y, stats, d_x), (want[0], want[1], want[3]))
     assert not stats.num_missing
 
