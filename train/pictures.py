@@ -25,7 +25,7 @@ PAGE = Path(__file__).with_name("routing_page.html")
 _MOST_LAYERS = 4
 _CURVES = (
     ("worst_load", "load of the fullest expert", "times its layer's mean", 1.0),
-    ("token_straggler", "straggler: the fullest device's rows less the mean", "rows", None),
+    ("token_straggler", "straggler: fullest device less mean", "rows", None),
     ("dropped_fraction", "dropped (token, expert) pairs", "%", None),
     ("routing_entropy", "entropy of the router's scores", "nats", None),
 )
@@ -153,7 +153,7 @@ def _draw_domains(figure, trace: RoutingTrace, layers: list[int]) -> None:
     bits = specialisation(counts)
     for layer in layers:
         panels[-1].plot(trace.step, bits[:, layer], "o-", markersize=3, label=f"layer {layer}")
-    panels[-1].set(xlabel="optimizer step", ylabel="bits", ylim=(0, None), title="specialisation by domain")
+    panels[-1].set(xlabel="optimizer step", ylabel="bits", ylim=(0, None), title="over training")
     panels[-1].legend(fontsize=8)
     panels[-1].grid(alpha=0.3)
 
