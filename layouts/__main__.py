@@ -13,11 +13,12 @@ from layouts.errors import InputError, LayoutsError
 COMMANDS: dict[str, str] = {
     "search": "ranked layouts of a model on a cluster",
     "explain": "where a layout's time and memory go",
+    "verify": "a layout's training step, compiled ahead of time",
     "clusters": "the known hardware, with sources",
     "models": "the known models, with sources",
     "schedule": "a pipeline schedule: its table, figures, trace and picture",
 }
-_CODES = ("", "exit codes: 0 done; 2 the input is wrong; 3 nothing feasible; 1 anything else")
+_CODES = ("", "exit codes: 0 done; 2 the input is wrong; 3 nothing feasible; 4 a proof that failed; 1 anything else")
 
 
 class _Parser(argparse.ArgumentParser):

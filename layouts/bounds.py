@@ -420,7 +420,7 @@ class Rows:
         last = sum(n * layer.compute for n, layer in zip(self.all_layers, self.layers, strict=True)) / self.stage
         return np.maximum(0.0, took - self.hidden * last * 2 / 3)
 
-    def _tables(self) -> tuple[np.ndarray, np.ndarray]:
+    def _tables(self) -> tuple[Any, Any]:
         """Numbers of the embedding and of the head of its own, on a device, before fsdp divides them."""
         model = self.job.model
         each = 1 / self.tensor

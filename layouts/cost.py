@@ -219,11 +219,12 @@ def rerun_seconds(ops: tuple[Op, ...], forward: Sequence[float], remats: Sequenc
 
 def _makes(op: Op, unfused: bool) -> frozenset[str]:
     """The kinds of tensors that an op makes; it runs again where one of them is not kept."""
-    return _made(op.kind, op.name, unfused)
+    return made_kinds(op.kind, op.name, unfused)
 
 
 @functools.cache
-def _made(kind: str, name: str, unfused: bool) -> frozenset[str]:
+def made_kinds(kind: str, name: str, unfused: bool) -> frozenset[str]:
+    """The kinds of tensors that an op of this kind and name makes; `unfused`: attention that keeps its scores."""
     if kind == "product":
         hidden = name.endswith(("up", "gate")) and "kv" not in name
         return frozenset({"combine" if name == "expert_down" else "hidden" if hidden else "product"})

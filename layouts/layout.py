@@ -235,6 +235,7 @@ class Layout:
             "pipeline stages": self.stage > 1,
             "a context axis": self.context > 1,
             "experts folded over tensor or context": bool({"tensor", "context"} & {*self.expert_axes}),
+            "a hierarchical exchange over one expert axis": self.exchange == "hierarchical" and len(self.expert_axes) < 2,
             "sequence parallelism": self.sequence,
             "moments over data": self.moments == "over_data" and self.dense_replicas > 1,
             f"remat {self.remat!r}": self.remat not in REMAT_POLICIES,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from layouts.errors import InputError
 from layouts.hardware import DATA, unknown
 from layouts.model import Attention, FeedForward, Layer, Model, MoE, check_model
+from layouts.workload import MOEJAX, Recipe
 
 if TYPE_CHECKING:
     from moejax.transformer import TransformerConfig
@@ -210,6 +211,25 @@ HUGGING_FACE: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
     "gpt_oss": _gpt_oss,
     "llama": lambda entry: {},
 }
+
+
+def model_from_json(entry: Mapping[str, Any]) -> Model:
+    """The model of which `entry` is `dataclasses.asdict`."""
+    layers = []
+    for layer in entry["layers"]:
+        kind = MoE if "num_experts" in layer["feed_forward"] else FeedForward
+        layers.append(Layer(Attention(**layer["attention"]), kind(**layer["feed_forward"])))
+    return Model(**{**entry, "layers": tuple(layers), "lacks": tuple(entry["lacks"])})
+
+
+def recipe_of(cfg: "TransformerConfig") -> Recipe:
+    """How moejax keeps the numbers of a model of that config."""
+    size = {"float32": 4.0}
+    param, compute = size.get(cfg.param_dtype, 2.0), size.get(cfg.dtype, 2.0)
+    recipe = dataclasses.replace(MOEJAX, param_bytes=param, compute_bytes=compute, grad_bytes=param, moment_bytes=2 * param)
+    if cfg.moe is None:
+        return recipe
+    return dataclasses.replace(recipe, capacity=cfg.moe.capacity, capacity_factor=cfg.moe.capacity_factor)
 
 
 def model_of(cfg: "TransformerConfig", name: str = "config") -> Model:

@@ -83,16 +83,12 @@ class Space:
             axes=axes,
             folds=tuple(fold for fold in self.folds if runs(expert_axes=fold)),
             pipelines=tuple(pipes),
-            exchanges=tuple(exchange for exchange in self.exchanges if exchange in RUN_BY_CELLS),
+            exchanges=tuple(exchange for exchange in self.exchanges if runs(exchange=exchange)),
             remats=tuple(remat for remat in self.remats if runs(remat=remat)),
             policies=tuple(pairs for pairs in self.policies if runs(policy=pairs)),
             moments=tuple(where for where in self.moments if runs(data=2, moments=where)),
             sequence=tuple(divided for divided in self.sequence if runs(tensor=2, sequence=divided)),
         )
-
-
-# Exchanges that give one answer for cells of rows, so that a layout may choose among them.
-RUN_BY_CELLS = ("all_to_all", "hierarchical", "all_gather", "weight_stream")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from rich.console import Console
 from rich.table import Table
@@ -10,6 +10,9 @@ from rich.table import Table
 from layouts.layout import Layout
 from layouts.results import reasons, utilisation
 from layouts.search import Answer, Found, Problem
+
+if TYPE_CHECKING:
+    from layouts.verify import Proof
 
 
 def print_answer(problem: Problem, answer: Answer) -> None:
@@ -40,7 +43,7 @@ def table(problem: Problem, found: Sequence[Found]) -> Table:
         shown.add_row(
             str(rank),
             seconds(one.cost.step_seconds),
-            f"{per_second:,.4g}",
+            f"{per_second:,.0f}",
             f"{utilisation(problem, per_second):.0%}",
             f"{one.memory.peak_bytes / 1e9:.4g}",
             layout_words(one.layout),
@@ -64,7 +67,7 @@ _COLUMNS: tuple[tuple[str, Literal["left", "right"]], ...] = (
 
 def seconds(number: float) -> str:
     """With the unit that suits."""
-    return f"{number:.3g} s" if number >= 0.1 else f"{number * 1e3:.3g} ms"
+    return f"{number:.4g} s" if number >= 0.1 else f"{number * 1e3:.4g} ms"
 
 
 def layout_words(layout: Layout) -> str:
@@ -124,3 +127,9 @@ def largest(terms: Mapping[str, float], count: int = 3) -> str:
     total = sum(terms.values())
     ranked = sorted(terms.items(), key=lambda term: -term[1])[:count]
     return ", ".join(f"{name} {size / total:.0%}" for name, size in ranked)
+
+
+def print_proofs(proofs: Sequence["Proof"]) -> None:
+    """What the compiler said of each."""
+    for proof in proofs:
+        print("\n".join(proof.lines()))

@@ -75,9 +75,7 @@ def abstract_state(
     shapes = jax.eval_shape(_creator(cfg, optimizer, rules), key)
     mesh = jax.sharding.get_mesh()
     specs = param_specs(cfg, rules)
-    opt_specs = optax.tree.map_params(
-        optimizer, lambda _, spec: spec, shapes.opt_state, specs, transform_non_params=lambda _: P()
-    )
+    opt_specs = _opt_specs(optimizer, shapes.opt_state, specs)
     router_specs = jax.tree.map(lambda _: P(), shapes.router)
     specs = dataclasses.replace(shapes, step=P(), params=specs, router=router_specs, opt_state=opt_specs)
 
@@ -86,6 +84,18 @@ def abstract_state(
         return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
 
     return jax.tree.map(place, shapes, specs)
+
+
+def _opt_specs(optimizer, opt_state, specs) -> Any:
+    """The PartitionSpecs of an optimizer's state. Traced: optax makes a state's counters, on devices that may not be there."""
+    found = []
+
+    def trace():
+        of_params = lambda _, spec: spec
+        found.append(optax.tree.map_params(optimizer, of_params, opt_state, specs, transform_non_params=lambda _: P()))
+
+    jax.eval_shape(trace)
+    return found[0]
 
 
 def param_specs(cfg: TransformerConfig, rules: AxisRules = AxisRules()) -> Any:

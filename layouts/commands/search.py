@@ -8,8 +8,8 @@ from typing import Any
 from layouts.errors import InfeasibleError, InputError
 from layouts.request import add_problem, head_of, problem_of
 from layouts.results import layout_entry, workload_entry
-from layouts.search import OBJECTIVES, search
-from layouts.terminal import print_answer
+from layouts.search import OBJECTIVES, Answer, Problem, search
+from layouts.terminal import print_answer, print_proofs
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -20,15 +20,20 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--codecs", metavar="A,B", help="codecs that rows may travel in (plain): these round, so they are yours to allow")
     add("--runnable", action="store_true", help="only what moejax runs today")
     add("--top", type=int, default=10, metavar="N", help="layouts shown, the best of each of N meshes (10)")
+    add("--verify", type=int, default=0, metavar="N", help="compiles the best N ahead of time, as `verify` does")
     add("--json", metavar="FILE", help="writes the answer")
+    add("--html", metavar="FILE", help="writes a page with tables and charts")
 
 
 def run(chosen: argparse.Namespace) -> int:
     """Searches, prints, writes; returns the exit code."""
-    if chosen.top < 1:
-        raise InputError(f"--top {chosen.top}: needs a whole number of at least 1")
-    if chosen.json and not Path(chosen.json).parent.is_dir():
-        raise InputError(f"--json {chosen.json}: the folder {Path(chosen.json).parent} is not there")
+    for name in ("top", "verify"):
+        if getattr(chosen, name) < (name == "top"):
+            raise InputError(f"--{name} {getattr(chosen, name)}: needs a whole number of at least {int(name == 'top')}")
+    for name in ("json", "html"):
+        path = getattr(chosen, name)
+        if path and not Path(path).parent.is_dir():
+            raise InputError(f"--{name} {path}: the folder {Path(path).parent} is not there")
     problem = problem_of(chosen)
     entry = {"schema": 1, "problem": head_of(chosen), "workload": workload_entry(problem), "layouts": []}
     try:
@@ -40,7 +45,26 @@ def run(chosen: argparse.Namespace) -> int:
     entry["layouts"] = [layout_entry(problem, found, rank) for rank, found in enumerate(answer.found, 1)]
     print_answer(problem, answer)
     _write(chosen.json, entry)
-    return 0
+    return _after(chosen, problem, answer, entry)
+
+
+def _after(chosen: argparse.Namespace, problem: Problem, answer: Answer, entry: dict[str, Any]) -> int:
+    """Proofs and the page, where asked for."""
+    code = 0
+    if chosen.verify:
+        from layouts.verify import prove_best
+
+        proofs = prove_best(problem, [found.layout for found in answer.found], chosen.verify)
+        print_proofs(proofs)
+        for proof in proofs:
+            entry["layouts"][proof.rank - 1]["proof"] = proof.entry()
+        _write(chosen.json, entry)
+        code = 0 if any(proof.passed for proof in proofs) else 4
+    if chosen.html:
+        from layouts.page import write_page
+
+        write_page(Path(chosen.html), problem, answer, entry)
+    return code
 
 
 def _write(path: str | None, entry: dict[str, Any]) -> None:

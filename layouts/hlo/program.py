@@ -313,7 +313,7 @@ def group_size(collective: Instruction, num_devices: int) -> int:
         return len(listed.split(","))
     if iota := collective.attribute(r"replica_groups=\[\d+,(\d+)\]"):
         return int(iota)
-    over_axes = re.search(r"replica_groups=mesh\[([^\]]*)\]\s*\{([^}]*)\}", collective.attributes)
+    over_axes = re.search(r"replica_groups=mesh\[([^\]]*)\][^{]*\{([^}]*)\}", collective.attributes)
     if over_axes is None:
         return num_devices
     sizes = dict(re.findall(r"'([^']+)'=(\d+)", over_axes[1]))

@@ -84,6 +84,7 @@ def test_nothing_fits(tmp_path, capsys):
         (["search", *DEMO, "--global-batch", "1000"], "--global-batch 1000: needs a multiple of the sequence's 256 tokens"),
         (["search", *DEMO, "--memory", "-1"], "--memory -1: needs GB above 0"),
         (["search", *DEMO, "--top", "0"], "--top 0: needs a whole number of at least 1"),
+        (["search", *DEMO, "--verify", "-1"], "--verify -1: needs a whole number of at least 0"),
         (["search", *DEMO, "--codecs", "plain,fp9"], "codec 'fp9' is not known; did you mean fp8"),
         (["search", *DEMO, "--codecs", "fp8+bf16+fp8"], "needs a name, or a pair forward+backward"),
         (["search", *DEMO, "--imbalance", "0.5"], "imbalance=0.5: needs a number of at least 1"),
