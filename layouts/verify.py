@@ -25,11 +25,11 @@ TOLERANCE = 0.10
 class Held:
     """What a backend holds of each term for moejax's step, over what the algorithm needs: fitted to compiled texts.
 
-    Gradients are there twice, as the sum and as what is added to it. XLA:CPU copies what the forward's scan has saved before
+    XLA:CPU holds gradients twice, as the sum and as what is added to it, and copies what the forward's scan has saved before
     the backward's reads it.
     """
 
-    gradients: float = 2.0
+    gradients: float = 1.0
     activations: float = 1.0
     recomputed: float = 1.0
     exchange: float = 1.0
