@@ -5,6 +5,7 @@ loads are believed to stay; what it costs are the bytes of the slots that take a
 """
 
 import dataclasses
+import functools
 import itertools
 from collections import Counter
 from collections.abc import Iterator
@@ -138,22 +139,82 @@ def _moves(placement: ExpertPlacement, loads: np.ndarray, num_devices: int) -> I
 
 
 def _best_move(placement: ExpertPlacement, loads: np.ndarray, num_devices: int) -> ExpertPlacement | None:
-    """The move after which the devices' loads, fullest first, are least; None where no move lowers them."""
-    before = _profile(placement.device_loads(loads, num_devices))
-    fullest = int(np.argmax(placement.device_loads(loads, num_devices)))
-    own = placement.num_slots // num_devices
-    mine = [s for s in range(fullest * own, (fullest + 1) * own) if s not in placement.dead and placement.expert_of[s] >= 0]
-    others = [s for s in range(placement.num_slots) if s // own != fullest and s not in placement.dead]
-    free = [slot for slot in others if placement.expert_of[slot] < 0 or len(placement.slots_of(placement.expert_of[slot])) > 1]
-    differ = lambda pairs: [(a, b) for a, b in pairs if placement.expert_of[a] != placement.expert_of[b]]
-    found = [placement.swap(*pair) for pair in differ(itertools.product(mine, others))]
-    found += [placement.put(placement.expert_of[a], slot) for a, slot in differ(itertools.product(mine, free))]
-    scored = [(_profile(made.device_loads(loads, num_devices)), index) for index, made in enumerate(found)]
-    if not scored or min(scored)[0] >= before:
-        return None
-    return found[min(scored)[1]]
+    """The move after which the fullest device has least, and then the squares of all loads; None where no move lowers them."""
+    view = View.of(placement, loads, num_devices)
+    found = [(view.after_swap(*pairs), pairs, placement.swap) for pairs in [view.pairs(view.usable)]]
+    put = lambda slot, free: placement.put(placement.expert_of[slot], free)
+    found += [(view.after_put(*pairs), pairs, put) for pairs in [view.pairs(view.free)]]
+    best, before = None, _rank(view.now[None])[0]
+    for after, (slots, others), change in found:
+        ranks = _rank(after)
+        if len(ranks) and min(ranks) < before:
+            index = ranks.index(min(ranks))
+            best, before = functools.partial(change, int(slots[index]), int(others[index])), min(ranks)
+    return None if best is None else best()
 
 
-def _profile(loads: np.ndarray) -> tuple[float, ...]:
-    """Loads from the fullest on, rounded so that sums in another order are equal."""
-    return tuple(np.round(-np.sort(-loads), 9).tolist())
+def _rank(loads: np.ndarray) -> list[tuple[float, float]]:
+    """[n, D] -> the largest load and the sum of squares of each, rounded so that sums in another order are equal."""
+    return list(zip(np.round(loads.max(1), 6).tolist(), np.round((loads**2).sum(1), 3).tolist(), strict=True))
+
+
+@dataclasses.dataclass(frozen=True)
+class View:
+    """A placement in arrays.
+
+    Attributes:
+      expert: [P], -1 for an empty slot.
+      device: [P].
+      load: [P] of each slot.
+      loads: [E] of each expert.
+      on: [E, D] live slots of each expert on each device.
+      now: [D] load of each device.
+      usable: [P] the slots that are not dead and not on the fullest device.
+      free: [P] those of them that are empty, or hold one of several replicas.
+    """
+
+    expert: np.ndarray
+    device: np.ndarray
+    load: np.ndarray
+    loads: np.ndarray
+    on: np.ndarray
+    now: np.ndarray
+    usable: np.ndarray
+    free: np.ndarray
+
+    @classmethod
+    def of(cls, placement: ExpertPlacement, loads: np.ndarray, num_devices: int) -> "View":
+        expert, live = np.array(placement.expert_of), placement.live
+        device = np.arange(len(expert)) * num_devices // len(expert)
+        on = np.zeros((len(loads), num_devices), int)
+        np.add.at(on, (expert[live], device[live]), 1)
+        load = np.where(live, (loads / np.maximum(on.sum(1), 1))[expert], 0.0)
+        now = np.bincount(device, load, num_devices)
+        usable = ~np.isin(np.arange(len(expert)), list(placement.dead)) & (device != np.argmax(now))
+        free = usable & ((expert < 0) | (on.sum(1)[expert] > 1))
+        return cls(expert, device, load, loads, on, now, usable, free)
+
+    def pairs(self, others: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Every slot of the fullest device that has load, with every one of the others that holds another expert."""
+        mine = np.flatnonzero((self.device == np.argmax(self.now)) & (self.load > 0))
+        slots, others = (part.ravel() for part in np.meshgrid(mine, np.flatnonzero(others), indexing="ij"))
+        differ = self.expert[slots] != self.expert[others]
+        return slots[differ], others[differ]
+
+    def after_swap(self, slots: np.ndarray, others: np.ndarray) -> np.ndarray:
+        """[n, D] the devices' loads after each exchange of two slots."""
+        change = (self.load[others] - self.load[slots])[:, None]
+        return self.now + change * self._at(slots) - change * self._at(others)
+
+    def after_put(self, slots: np.ndarray, others: np.ndarray) -> np.ndarray:
+        """[n, D] the same after each `other` took the expert of the slot in place of its own."""
+        new, old = self.expert[slots], self.expert[others]
+        count = self.on.sum(1)
+        more = self.loads[new] / (count[new] + 1)
+        fewer = np.where(old >= 0, self.loads[old] / np.maximum(count[old] - 1, 1), 0)
+        after = self.now + self.on[new] * (more - self.load[slots])[:, None] + self._at(others) * more[:, None]
+        after += np.where(old >= 0, 1, 0)[:, None] * (self.on[old] - self._at(others)) * (fewer - self.load[others])[:, None]
+        return after - self._at(others) * self.load[others][:, None]
+
+    def _at(self, slots: np.ndarray) -> np.ndarray:
+        return (self.device[slots][:, None] == np.arange(len(self.now))).astype(float)

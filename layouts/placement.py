@@ -116,7 +116,8 @@ def together(
     expert_of = np.array(start.expert_of)
     weight = (loads / np.bincount(expert_of, minlength=len(loads)))[expert_of]
     device = np.repeat(np.arange(num_devices), num_slots // num_devices)
-    pull = np.asarray(coactivation, float)[expert_of][:, expert_of]
+    both = np.asarray(coactivation, float)
+    pull = (both + both.T)[expert_of][:, expert_of]  # symmetric, or exchanges could go round in a circle
     np.fill_diagonal(pull, 0)
     most = (1 + slack) * np.bincount(device, weight, num_devices).max()
     while (better := _best_exchange(device, weight, pull, most)) is not None:

@@ -124,10 +124,15 @@ class ExpertPlacement:
 
     def device_loads(self, loads: Sequence[float] | np.ndarray, num_devices: int) -> np.ndarray:
         """[num_devices] the load of each expert shard, where every expert's load [E] is divided evenly over its live slots."""
-        count = np.array([len(self.slots_of(e)) for e in range(self.num_experts)])
-        share = np.asarray(loads, float) / np.maximum(count, 1)
-        of_slot = [0.0 if e < 0 or slot in self.dead else share[e] for slot, e in enumerate(self.expert_of)]
-        return np.reshape(of_slot, (num_devices, self._own(num_devices))).sum(1)
+        expert, live = np.array(self.expert_of), self.live
+        count = np.bincount(expert[live], minlength=self.num_experts)
+        of_slot = np.where(live, (np.asarray(loads, float) / np.maximum(count, 1))[expert], 0.0)
+        return of_slot.reshape(num_devices, self._own(num_devices)).sum(1)
+
+    @property
+    def live(self) -> np.ndarray:
+        """[P] bool, the slots that hold an expert and are not dead."""
+        return np.array([e >= 0 and slot not in self.dead for slot, e in enumerate(self.expert_of)])
 
     def table(self) -> ExpertTable:
         """The placement for the devices."""

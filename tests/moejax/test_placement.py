@@ -23,13 +23,13 @@ RULES = AxisRules()
 BOTH = AxisRules(expert=("data", "expert"))
 SLOW = pytest.mark.slow
 WAYS = [
-    ({"data": 2, "expert": 4}, RULES, {}),
     ({"data": 2, "expert": 4}, RULES, {"capacity": "pool"}),
     ({"expert": 8}, RULES, {"exchange": "ragged", "num_slots": 16}),
-    ({"fsdp": 2, "expert": 2, "tensor": 2}, RULES, {}),
     ({"data": 2, "expert": 4}, BOTH, {"capacity": "pool", "num_slots": 16, "rebalance": RebalanceConfig(dyn=2)}),
     pytest.param({"expert": 8}, RULES, {"exchange": "ragged", "num_slots": 16, "rebalance": RebalanceConfig()}, marks=SLOW),
     pytest.param({"data": 2, "expert": 4}, RULES, {"capacity": "pool", "rebalance": RebalanceConfig(move="whole")}, marks=SLOW),
+    pytest.param({"data": 2, "expert": 4}, RULES, {}, marks=SLOW),
+    pytest.param({"fsdp": 2, "expert": 2, "tensor": 2}, RULES, {}, marks=SLOW),
     pytest.param({"data": 2, "expert": 4}, BOTH, {"exchange": "hierarchical", "num_slots": 16}, marks=SLOW),
     pytest.param({"data": 2, "expert": 4}, RULES, {"exchange": "weight_stream"}, marks=SLOW),
     pytest.param({"data": 2, "expert": 4}, RULES, {"exchange": "all_gather"}, marks=SLOW),

@@ -97,7 +97,8 @@ def test_recorded_routing_replays_and_ids_reach_the_router():
     np.testing.assert_array_equal(found, np.broadcast_to(np.where(SEGMENTS[:, :, None] > 0, want, -1), found.shape))
     model = nnx.merge(graphdef, params, rest)
     replay = jnp.stack([jnp.flip(found[0], -1), found[1]])
-    _, stats = model(*map(jnp.asarray, (TOKENS, SEGMENTS, POSITIONS)), RoutingContext(replay=replay, record=True))
+    run = jax.jit(lambda *args: model(*args)[1])
+    stats = run(TOKENS, SEGMENTS, POSITIONS, RoutingContext(replay=replay, record=True))
     np.testing.assert_array_equal(np.where(SEGMENTS[:, :, None] > 0, stats.expert, -1), replay)
 
 

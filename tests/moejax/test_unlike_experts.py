@@ -26,9 +26,9 @@ CFG = MoEConfig(
 BOTH = AxisRules(expert=("data", "expert"))
 SLOW = pytest.mark.slow
 WAYS = [
-    ("data2_expert4", AxisRules(), {}),
+    pytest.param("data2_expert4", AxisRules(), {}, marks=SLOW),
     ("fsdp2_expert2_tensor2", AxisRules(), {"capacity_factor": 0.5, "drop_by": "weight", "exchange_by": "expert"}),
-    ("data2_expert4", AxisRules(), {"exchange": "ragged"}),
+    pytest.param("data2_expert4", AxisRules(), {"exchange": "ragged"}, marks=SLOW),
     ("fsdp2_expert2_tensor2", AxisRules(), {"capacity": "pool", "num_destinations": 2, "num_senders": 4}),
     pytest.param("data2_expert4", AxisRules(), {"exchange": "weight_stream"}, marks=SLOW),
     pytest.param("data2_expert4", AxisRules(), {"exchange": "all_gather"}, marks=SLOW),
