@@ -18,6 +18,8 @@ _EPILOG = """\
 examples:
   python -m train demo
   python -m train demo mesh.data=1 mesh.expert=8 steps=200 run_dir=runs/eight
+  python -m train demo layout=search
+  python -m train demo layout=best.json#2
   python -m train demo data.corpus=~/books,notes.txt model.d_model=256
 
 exit codes: 0 done, or stopped by SIGTERM and saved; 2 the input is wrong; 1 anything else."""
@@ -48,7 +50,9 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("config", nargs="?", help="name of a config, see --list")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings to change; see --keys")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="settings to change, see --keys; or layout=FILE.json, layout=search"
+    )
     parser.add_argument("--list", action="store_true", help="list the configs, a line each")
     parser.add_argument("--keys", action="store_true", help="list the config's keys with their values")
     parser.add_argument("--dry-run", action="store_true", help="shapes, shardings and memory; runs no step")
@@ -70,21 +74,30 @@ def _main(chosen: argparse.Namespace) -> int:
         raise InputError(f"no config named; legal are:\n{list_configs()}".replace("\n", " | "))
     if chosen.resume not in ("auto", "never", "must"):
         raise InputError(f"--resume={chosen.resume!r}: legal are auto, never, must")
-    cfg = apply_overrides(get_config(chosen.config), chosen.overrides)
+    layouts = [text.partition("=")[2] for text in chosen.overrides if text.startswith("layout=")]
+    if len(layouts) > 1:
+        raise InputError(f"layout={layouts[1]}: given twice, the first is {layouts[0]}")
+    overrides = [text for text in chosen.overrides if not text.startswith("layout=")]
+    cfg = apply_overrides(get_config(chosen.config), overrides)
     if chosen.keys:
         print("\n".join(f"{key}={value}" for key, value in all_keys(cfg).items()))
         return 0
-    check_config(cfg)
-    return _run(cfg, chosen)
+    if not layouts:
+        check_config(cfg)
+    return _run(cfg, chosen, layouts)
 
 
-def _run(cfg: TrainConfig, chosen: argparse.Namespace) -> int:
+def _run(cfg: TrainConfig, chosen: argparse.Namespace, layouts: list[str]) -> int:
     # Imported late: a wrong word on the command line is answered at once.
     from train.distributed import start_processes
     from train.dry_run import dry_run
+    from train.layout import laid_out, resolved
     from train.loop import train
 
     start_processes()
+    for layout in layouts:
+        cfg = laid_out(cfg, layout, print)
+    cfg = resolved(cfg, print)
     _keep_compilations(cfg.compilation_cache)
     if chosen.dry_run:
         print("\n".join(dry_run(cfg)))

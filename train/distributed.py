@@ -38,13 +38,19 @@ def start_mesh(cfg: MeshConfig) -> Mesh:
     Raises:
       InputError: where the mesh asks for more devices than there are.
     """
-    if cfg.virtual_devices and "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-        jax.config.update("jax_num_cpu_devices", cfg.virtual_devices)
+    ask_for_devices(cfg)
     try:
         return make_mesh(devices=jax.devices(), axis_type=AxisType.Auto, **cfg.sizes)
     except ValueError as error:
         hint = "" if jax.default_backend() != "cpu" else "; on a CPU, mesh.virtual_devices=N makes N"
         raise InputError(f"{error}{hint}") from error
+
+
+def ask_for_devices(cfg: MeshConfig) -> None:
+    """Has the CPU play `virtual_devices` devices; the first time, before any device is looked at."""
+    forced = "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
+    if cfg.virtual_devices and not forced and jax.config.values["jax_num_cpu_devices"] != cfg.virtual_devices:
+        jax.config.update("jax_num_cpu_devices", cfg.virtual_devices)
 
 
 def _number(name: str) -> int:
