@@ -14,6 +14,7 @@ COMMANDS: dict[str, str] = {
     "search": "ranked layouts of a model on a cluster",
     "explain": "where a layout's time and memory go",
     "verify": "a layout's training step, compiled ahead of time",
+    "calibrate": "the cost constants fitted to measured steps",
     "clusters": "the known hardware, with sources",
     "models": "the known models, with sources",
     "schedule": "a pipeline schedule: its table, figures, trace and picture",
