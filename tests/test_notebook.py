@@ -22,8 +22,8 @@ def code(notebook):
     return "\n".join(cell.source for cell in notebook.cells if cell.cell_type == "code")
 
 
-def test_there_is_one():
-    assert [path.name for path in NOTEBOOKS] == ["quickstart.ipynb"]
+def test_there_are_two():
+    assert [path.name for path in NOTEBOOKS] == ["layouts.ipynb", "quickstart.ipynb"]
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
@@ -49,17 +49,32 @@ def test_uses_public_names_only(path):
     assert used <= set(moejax.__all__)
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_runs(path, monkeypatch):
+def executed(name, monkeypatch):
+    """(what a notebook printed, its outputs)."""
     monkeypatch.delenv("XLA_FLAGS")  # the notebook makes its own virtual devices
+    path = COLAB / name
     notebook = read(path)
     where = {"metadata": {"path": str(path.parent)}}
     asyncio.run(nbclient.NotebookClient(notebook, timeout=300, resources=where).async_execute())
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
     text = "".join(output.text for output in outputs if output.output_type == "stream" and output.name == "stdout")
+    return text, outputs
+
+
+def test_quickstart_runs(monkeypatch):
+    text, outputs = executed("quickstart.ipynb", monkeypatch)
     pictures = [output for output in outputs if "image/png" in output.get("data", {})]
     errors = [float(line.split("error")[1].split()[0]) for line in text.splitlines() if line.startswith("step")]
     assert "8 devices (cpu), mesh: {'expert': 8}" in text
     assert "P('expert', None, None)" in text
     assert errors[-1] < errors[0] / 10
     assert len(pictures) == 1
+
+
+def test_layouts_runs(monkeypatch):
+    """One search, one proof."""
+    text, _ = executed("layouts.ipynb", monkeypatch)
+    assert "qwen3-30b-a3b on h100:8x8: 64 devices" in text
+    assert "seconds of a step" in text
+    assert "#1 for cpu:8: " in text
+    assert "product FLOPs" in text
