@@ -11,7 +11,8 @@ from layouts.clusters import parse_cluster
 from layouts.cost import DEFAULTS, WORK, Cost, Efficiency, Job, cost
 from layouts.hardware import Cluster
 from layouts.layout import Layout
-from layouts.messages import Message
+from layouts.messages import Message, messages
+from layouts.model import Attention, FeedForward, Layer, Model
 from layouts.network import LinkShares, Span, once_per_domain, seconds, span
 from layouts.presets import load_model
 from layouts.workload import MEGATRON, Batch
@@ -199,3 +200,21 @@ def test_published_runs(capsys):
     assert len(ranked) >= 9
     assert statistics.mean(taus) >= 0.7
     assert statistics.median(errors) <= 0.15
+
+
+@pytest.mark.parametrize("unit", [8, 16, 32])
+@pytest.mark.parametrize("seq", [128, 512, 2048, 8192])
+def test_zeropps_rule(unit, seq):
+    """Gathering a chunk's parameters once for U micro-batches sends less than tensor parallelism does (arXiv 2402.03791):
+    its own gathers a stage are (2V - 2) units + 1, so 2 s U b > 3 h [(3V - 2) / V + U / (V M)]; 12 h^2 layers, four sums."""
+    h, chunks, count = 2048, 2, 64
+    layer = Layer(Attention(16, 16, 128, 128), FeedForward(4 * h, gated=False))
+    model = Model("rule", h, 512, (layer,) * 8)
+    zeropp = Layout(fsdp=4, stage=4, schedule="zeropp", stage_chunks=chunks, unit=unit, num_microbatches=count)
+    tensor = Layout(tensor=4, stage=4, schedule="1f1b", num_microbatches=count)
+    sent = []
+    for layout, axes in ((zeropp, ("fsdp",)), (tensor, ("tensor",))):
+        found = messages(model, layout, Batch(seq, count * layout.batch_shards), MEGATRON)
+        sent.append(sum(m.wire_bytes for m in found if m.axes == axes and m.layer is not None))
+    rule = 2 * seq * unit > 3 * h * ((3 * chunks - 2) / chunks + unit / (chunks * count))
+    assert (sent[0] < sent[1]) == rule
