@@ -17,6 +17,7 @@ NAMES = (
     "compile_depth",
     "grouped_matmul",
     "balance",
+    "overlapped",
     "compiled_layer",  # last: it takes longest
 )
 

@@ -6,6 +6,7 @@ already grouped, with the weights' and the rows' gradients: what it takes, no la
 """
 
 import itertools
+import math
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -117,15 +118,20 @@ def _largest(cycles_by_scope: Mapping[str, int]) -> str:
 def layer(
     devices: list[jax.Device],  # pyright: ignore[reportInvalidTypeForm]  # jaxlib has no stubs
     config: Mapping[str, Any],
+    axes: Mapping[str, int] | None = None,
 ) -> jax.stages.Lowered:
-    """The layer's loss and the gradients of its parameters and tokens, lowered."""
-    cfg = moejax.MoEConfig(**config, param_dtype="bfloat16")
-    mesh = moejax.make_mesh(devices=devices, expert=len(devices))
+    """The layer's loss and the gradients of its parameters and tokens, lowered; over mesh axes of these sizes, or `expert`."""
+    cfg = moejax.MoEConfig(**{"param_dtype": "bfloat16", **config})
+    sizes: dict[str, Any] = dict(axes or {"expert": len(devices)})
+    mesh = moejax.make_mesh(devices=devices, **sizes)
+    batch = moejax.AxisRules().axes("batch", mesh)
+    shards = math.prod(mesh.shape[name] for name in batch)
     with jax.set_mesh(mesh):
         split = lambda: nnx.split(moejax.MoELayer(cfg, rngs=nnx.Rngs(0)), nnx.Param, ...)
         graph, params, rest = jax.eval_shape(split)
-        params = jax.tree.map(lambda x, spec: _array(mesh, x.shape, spec), params, nnx.get_partition_spec(params))
-        tokens = _array(mesh, (len(devices), TOKENS_A_DEVICE, cfg.d_model), P("expert"))
+        laid_out = lambda x, spec: _array(mesh, x.shape, spec, cfg.param_dtype)
+        params = jax.tree.map(laid_out, params, nnx.get_partition_spec(params))
+        tokens = _array(mesh, (shards, TOKENS_A_DEVICE, cfg.d_model), P(batch))
 
         def loss(params, x):
             y, stats = nnx.merge(graph, params, rest)(x)
@@ -160,5 +166,5 @@ def product(
         return jax.jit(jax.value_and_grad(loss, argnums=(0, 1))).lower(arrays, rows)
 
 
-def _array(mesh, shape, spec) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
+def _array(mesh, shape, spec, dtype="bfloat16") -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))

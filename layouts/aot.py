@@ -24,6 +24,8 @@ TPUS = {"v4": ("v4", 2), "v5e": ("v5litepod", 1), "v5p": ("v5p", 2), "v6e": ("v6
 GPUS = tuple(sorted(path.stem for path in DATA.glob("*.txtpb")))
 # What a proof must not overlook among the compiler's messages: a reshard that it could only do by gathering everything.
 ALARMING = re.compile(r"full rematerialization", re.IGNORECASE)
+# Among the child's messages, before those of each program.
+MARK = "moejax-aot: next program\n"
 
 
 class CompilersMissingError(RuntimeError):
@@ -91,6 +93,26 @@ class Target:
                 "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
             }
         return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """One program to compile.
+
+    Attributes:
+      build: "module:function". The child calls function(devices, **arguments) with the target's devices and takes the
+        `jax.stages.Lowered` that it returns. The module must be importable from the checkout or the working directory.
+      arguments: what JSON can carry.
+      compiler_options: for `Lowered.compile`.
+    """
+
+    build: str
+    arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    compiler_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self):
+        if not re.fullmatch(r"[\w.]+:\w+", self.build):
+            raise ValueError(f"build {self.build!r}: needs 'module:function'")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,10 +188,7 @@ def compile_for(
 
     Args:
       target: see `Target`.
-      build: "module:function". The child calls function(devices, **arguments) with the target's devices and takes the
-        `jax.stages.Lowered` that it returns. The module must be importable from the checkout or the working directory.
-      arguments: what JSON can carry.
-      compiler_options: for `Lowered.compile`.
+      build: with `arguments` and `compiler_options`, a `Job`.
       out: folder for the text; default a new one under the system's temporary folder, which stays.
       timeout_seconds: the child is killed after that long.
 
@@ -179,24 +198,51 @@ def compile_for(
       CompileError: where building or compiling fails.
       TimeoutError: where it takes longer than `timeout_seconds`.
     """
+    job = Job(build, arguments or {}, compiler_options or {})
+    return _compile(target, {"": job}, out, timeout_seconds)[""]
+
+
+def compile_all(
+    target: str | Target, jobs: Mapping[str, Job], *, out: Path | None = None, timeout_seconds: float = 600
+) -> dict[str, Compiled]:
+    """As `compile_for`, several programs one after another in one child, whose start is then paid for once.
+
+    Args:
+      target: see `Target`.
+      jobs: by name, of letters, digits, "_", "-" and ".": each text gets a folder of that name.
+      out: the folder that those are made in.
+      timeout_seconds: for all of them together.
+
+    Returns:
+      Each job's result by its name.
+
+    Raises:
+      ValueError, CompilersMissingError, CompileError, TimeoutError: as `compile_for`; the first program that fails ends it.
+    """
+    for name in jobs:
+        if not re.fullmatch(r"[\w-][\w.-]*", name):
+            raise ValueError(f"program {name!r}: needs a name of letters, digits, '_', '-' and '.'")
+    return _compile(target, jobs, out, timeout_seconds)
+
+
+def _compile(target, jobs: Mapping[str, Job], out: Path | None, timeout_seconds: float) -> dict[str, Compiled]:
     target = target if isinstance(target, Target) else Target.parse(target)
-    if not re.fullmatch(r"[\w.]+:\w+", build):
-        raise ValueError(f"build {build!r}: needs 'module:function'")
     python = interpreter(target)
     folder = Path(tempfile.mkdtemp(prefix="moejax-aot-")) if out is None else Path(out)
-    folder.mkdir(parents=True, exist_ok=True)
-    request = {
-        "target": dataclasses.asdict(target),
-        "build": build,
-        "arguments": dict(arguments or {}),
-        "compiler_options": dict(compiler_options or {}),
-        "folder": str(folder.resolve()),
-    }
-    messages = _run(python, json.dumps(request), target, timeout_seconds)
-    return _result(json.loads((folder / "result.json").read_text()), folder, target, messages)
+    folders = {name: folder / name for name in jobs}
+    for place in folders.values():
+        place.mkdir(parents=True, exist_ok=True)
+    programs = [_plain(job) | {"folder": str(folders[name].resolve())} for name, job in jobs.items()]
+    request = json.dumps({"target": dataclasses.asdict(target), "programs": programs})
+    messages = _run(python, request, target, list(jobs), timeout_seconds).split(MARK)[1:]
+    return {name: _result(folders[name], target, part) for name, part in zip(jobs, messages, strict=True)}
 
 
-def _run(python: Path, request: str, target: Target, timeout_seconds: float) -> str:
+def _plain(job: Job) -> dict[str, Any]:
+    return {"build": job.build, "arguments": dict(job.arguments), "compiler_options": dict(job.compiler_options)}
+
+
+def _run(python: Path, request: str, target: Target, names: list[str], timeout_seconds: float) -> str:
     """The child's messages, once it has ended well."""
     paths = [str(ROOT), os.getcwd(), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | target.environment() | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
@@ -207,7 +253,9 @@ def _run(python: Path, request: str, target: Target, timeout_seconds: float) -> 
     except subprocess.TimeoutExpired as error:
         raise TimeoutError(f"compiling for {target} took longer than {timeout_seconds:g} s") from error
     if done.returncode:
-        raise CompileError(f"compiling for {target} failed (exit {done.returncode}): {_last_words(done.stderr)}")
+        begun = [name for name in names[: done.stderr.count(MARK)] if name][-1:]
+        what = "".join(f"{name!r} " for name in begun)
+        raise CompileError(f"compiling {what}for {target} failed (exit {done.returncode}): {_last_words(done.stderr)}")
     return done.stderr
 
 
@@ -218,7 +266,8 @@ def _last_words(messages: str) -> str:
     return "\n".join(lines[named[-1] if named else -1 :])
 
 
-def _result(found: dict[str, Any], folder: Path, target: Target, messages: str) -> Compiled:
+def _result(folder: Path, target: Target, messages: str) -> Compiled:
+    found = json.loads((folder / "result.json").read_text())
     memory = Memory(**found["memory"])
     return Compiled(
         target=target,

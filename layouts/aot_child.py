@@ -1,6 +1,6 @@
 """`python -m layouts.aot_child`: the half of `layouts.aot` that runs where the compilers are.
 
-Reads one request (JSON, see `aot.compile_for`) from stdin; writes program.hlo and result.json into its folder.
+Reads one request (JSON, see `aot.compile_all`) from stdin; writes program.hlo and result.json into each program's folder.
 """
 
 import importlib
@@ -13,7 +13,7 @@ from typing import Any
 import jax
 from jax.experimental import topologies
 
-from layouts.aot import DATA, Target
+from layouts.aot import DATA, MARK, Target
 
 
 def devices(target: Target) -> list[jax.Device]:  # pyright: ignore[reportInvalidTypeForm]  # jaxlib has no stubs
@@ -32,16 +32,23 @@ def devices(target: Target) -> list[jax.Device]:  # pyright: ignore[reportInvali
 
 
 def main() -> None:
-    """Builds, compiles, writes."""
+    """Builds, compiles and writes each program of the request."""
     request = json.load(sys.stdin)
     target = Target(**request["target"] | {"shape": tuple(request["target"]["shape"])})
-    module, _, name = request["build"].partition(":")
+    found = devices(target)
+    for program in request["programs"]:
+        print(MARK, end="", file=sys.stderr, flush=True)
+        _compile(program, found)
+
+
+def _compile(program: dict[str, Any], found: list[Any]) -> None:
+    module, _, name = program["build"].partition(":")
     start = time.perf_counter()
-    lowered = getattr(importlib.import_module(module), name)(devices(target), **request["arguments"])
+    lowered = getattr(importlib.import_module(module), name)(found, **program["arguments"])
     lowered_at = time.perf_counter()
-    compiled = lowered.compile(compiler_options=request["compiler_options"] or None)
+    compiled = lowered.compile(compiler_options=program["compiler_options"] or None)
     seconds = {"lower_seconds": lowered_at - start, "compile_seconds": time.perf_counter() - lowered_at}
-    folder = Path(request["folder"])
+    folder = Path(program["folder"])
     (folder / "program.hlo").write_text(compiled.as_text())
     (folder / "result.json").write_text(json.dumps({"memory": _memory(compiled), "cost": _cost(compiled), **seconds}))
 

@@ -57,7 +57,8 @@ class MoEConfig:
       overflow: what exceeds that is lost, "drop", or, "fallback", nothing is: with "ragged" the rows above it then stay, and
         the weights come to them (as in "weight_stream"); other exchanges have room for all rows anyway.
       exchange: how rows cross the expert axis: "all_to_all"; for cells also "ragged" (true rows only, no padding),
-        "hierarchical" (two expert axes, slow and fast), "all_gather" or "weight_stream" (tokens stay, weights go round);
+        "hierarchical" (over two expert axes, slow and fast; or over one, each shard of the mlp axes, which hold the same
+        tokens, sending its share of them), "all_gather" or "weight_stream" (tokens stay, weights go round);
         "auto" takes the one that moves the fewest bytes (`moejax.exchange.choose_exchange`). All give one answer.
       codec: how they travel, "plain", "bf16", "int8" or "fp8" (see `moejax.codec` for their errors), or a pair
         (forward, backward).
@@ -67,8 +68,9 @@ class MoEConfig:
         multiplied, and their gradients come home so, in place of an all-gather before and a reduce-scatter after
         (`moejax.overlapped`). Over mlp (tensor) axes the outputs of "all_to_all" and "hierarchical" cells, and of the shared
         experts, are made and sent in parts by columns, and the partial sums go round meanwhile, in place of an
-        all-reduce; other exchanges, and the backward, keep that. Without such axes the products are the plain ones. It
-        never changes the answer. Not for "weight_stream" and overflow "fallback", which send weights round already.
+        all-reduce; other exchanges, "hierarchical" over one expert axis, and the backward keep that. Without such axes the
+        products are the plain ones. It never changes the answer. Not for "weight_stream" and overflow "fallback", which
+        send weights round already.
       activation: "swiglu" and "geglu" (gated), "gelu", "relu2" (squared ReLU, ungated).
       expert_sizes: hidden widths of unlike experts (MoHGE, arXiv 2604.23108), in place of d_ff: the experts in order, in as
         many equal groups. Every expert shard holds as many of each width as the others, so parameters and, at even load,

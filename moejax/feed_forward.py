@@ -33,7 +33,8 @@ def feed_forward(
 ) -> Float[Array, "*e r d"]:
     """down(weight * act(up(x))), or down(weight * act(gate(x)) * up(x)) where gated, row by row.
 
-    Its backward keeps rows, weights and the products with gate and up, and computes the activation again.
+    Products are in the dtype of the rows, whatever that of the weights; their gradients are summed in their own. The backward
+    keeps rows, weights and the products with gate and up, and computes the activation again.
 
     Args:
       rows: [e, r, d], or [r, d] of one expert.
@@ -69,8 +70,8 @@ def _feed_forward(activation, order, rows, weight, into, down):
 
 
 def _forward(activation, order, rows, weight, into, down):
-    products = tuple(checkpoint_name(rows @ matrix, HIDDEN) for matrix in into)
-    return hidden_of(activation, products, weight) @ down, (rows, weight, into, down, products)
+    products = tuple(checkpoint_name(rows @ matrix.astype(rows.dtype), HIDDEN) for matrix in into)
+    return hidden_of(activation, products, weight) @ down.astype(rows.dtype), (rows, weight, into, down, products)
 
 
 def _backward(activation, order, kept, dy):
@@ -90,20 +91,20 @@ def _gradients(activation, order, kept, dy):
     products = (first, *others)
     hidden = hidden_of(activation, products, weight)
     if order == "one_pass":
-        d_hidden = dy @ _transpose(down)
-        d_down = _transpose(hidden) @ dy
+        d_hidden = _back(dy, down)
+        d_down = _sum_rows(hidden, dy, down.dtype)
     else:
-        d_down = _transpose(hidden) @ dy
+        d_down = _sum_rows(hidden, dy, down.dtype)
         dy, d_down = lax.optimization_barrier((dy, d_down))
-        d_hidden = dy @ _transpose(down)
+        d_hidden = _back(dy, down)
     d_products, d_weight = d_hidden_of(activation, products, weight, d_hidden)
     d_products, d_weight, d_down = lax.optimization_barrier((d_products, d_weight, d_down))
-    d_into = tuple(_transpose(rows) @ part for part in d_products)
+    d_into = tuple(_sum_rows(rows, part, matrix.dtype) for part, matrix in zip(d_products, into, strict=True))
     d_products, d_into = lax.optimization_barrier((d_products, d_into))
-    d_rows = d_products[0] @ _transpose(into[0])
+    d_rows = _back(d_products[0], into[0])
     for part, matrix in zip(d_products[1:], into[1:], strict=True):
         d_rows, part = lax.optimization_barrier((d_rows, part))
-        d_rows += part @ _transpose(matrix)
+        d_rows += _back(part, matrix)
     return d_rows, d_weight, d_into, d_down
 
 
@@ -133,5 +134,11 @@ def _wide(tree):
     return jax.tree.map(lambda leaf: leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32)), tree)
 
 
-def _transpose(x):
-    return jnp.swapaxes(x, -1, -2)
+def _back(cotangent, matrix):
+    return cotangent @ jnp.swapaxes(matrix, -1, -2).astype(cotangent.dtype)
+
+
+def _sum_rows(rows, cotangent, dtype):
+    """The gradient of a matrix, [..., r, a] and [..., r, b] -> [..., a, b], in `dtype` and summed in no narrower one."""
+    wide = jnp.promote_types(rows.dtype, dtype)
+    return jnp.matmul(jnp.swapaxes(rows, -1, -2), cotangent, preferred_element_type=wide).astype(dtype)

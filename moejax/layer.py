@@ -143,10 +143,14 @@ def check_layer(cfg: MoEConfig, rules: AxisRules, mesh) -> ShardAxes:
         ax.check_divides("num_senders", cfg.num_senders, axes.tokens, mesh)
     if cfg.capacity == "pool" or (cfg.receive_factor is not None and cfg.overflow == "drop"):
         _check_groups(cfg, axes, mesh)
-    if cfg.exchange == "hierarchical" and len(axes.expert) not in (0, 2):
-        raise ValueError(f"exchange='hierarchical': needs two expert axes (slow, fast), the rules give {axes.expert!r}")
     if cfg.rebalance is not None:
         _check_domain(cfg, axes, mesh)
+    one_level = len(axes.expert) == 1 and not axes.mlp
+    if cfg.exchange == "hierarchical" and (one_level or len(axes.expert) > 2):
+        raise ValueError(
+            f"exchange='hierarchical': needs two expert axes (slow, fast), or one and an mlp axis (fast, over which tokens "
+            f"are replicated); on this mesh the rules give expert {axes.expert!r}, mlp {axes.mlp!r}"
+        )
     return axes
 
 

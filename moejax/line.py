@@ -30,6 +30,7 @@ from moejax.guests import WithGuests
 from moejax.kernels.rows import weighed
 from moejax.lending import Lending, axes_of, domain_of, lend, lent_config, loan_stats
 from moejax.losses import entropy_loss, extra_losses, load_balance_loss, router_z_loss
+from moejax.narrow import gather_narrow
 from moejax.permute import unstack
 from moejax.placement import ExpertTable, by_expert, choose_slots, tied
 from moejax.plan import DispatchPlan, place_in_cells, rank_pairs
@@ -133,7 +134,11 @@ class Line:
     def sums_round(self, exchange: str) -> tuple[str, ...]:
         """The mlp axes, where outputs come in parts by columns, whose sums over these axes overlap; else they are one sum."""
         in_parts = self.cfg.overlap and exchange in CHUNKED and self.rows_stand(exchange) == "cell"
-        return self.axes.mlp if in_parts else ()
+        return self.axes.mlp if in_parts and not self.shares_rows(exchange) else ()
+
+    def shares_rows(self, exchange: str) -> bool:
+        """Whether each of the mlp axes' shards, which have the same tokens, sends its share of their rows only."""
+        return exchange == "hierarchical" and len(self.axes.expert) == 1
 
     def placed(self, routing: Routing, tokens: Tokens) -> Routing:
         """The routing by the places that experts have among the shards' weights: who has no place left goes nowhere."""
@@ -198,7 +203,8 @@ class Line:
         """How the exchange of that name is to cross."""
         cfg, axes = self.cfg, self.axes.expert
         form = choose_form(cfg, self.rows_stand(exchange), exchange, ax.platform(), cfg.num_places // ax.axis_size(axes))
-        return Wire(axes, cfg.codecs, cfg.num_chunks, self.axes.tokens, form.weigh_at, form.exchange_by)
+        parts = cfg.codecs, cfg.num_chunks, self.axes.tokens, form.weigh_at, form.exchange_by
+        return Wire(axes, *parts, shared=self.axes.mlp if self.shares_rows(exchange) else ())
 
     def rows_stand(self, exchange: str) -> str:
         """How rows stand for the exchange: in padded cells, "flat", one after another, or in pools.
@@ -309,18 +315,14 @@ class Line:
 def _grouped(params: dict[str, Any], prefix: str, cfg: MoEConfig, axes: ShardAxes, sums: tuple[str, ...]) -> GroupedExperts:
     """This shard's experts, whole in width d and in the compute dtype; under `overlap` as they are, to go round a ring.
 
-    Marked as varying over the token axes before the cast, so that gradients are summed over them in param_dtype.
+    Marked as varying over the token axes before the cast, so that gradients are summed over them in param_dtype; so they are
+    over the embed axes.
     """
     ring = axes.embed if cfg.overlap else ()
 
     def ready(name):
         weights = ax.vary_over(params[f"{prefix}_{name}"], axes.tokens)
-        if ring:
-            return weights
-        weights = weights.astype(cfg.dtype)
-        if not axes.embed:
-            return weights
-        return lax.all_gather(weights, axes.embed, axis=LOGICAL_AXES[name].index("embed"), tiled=True)
+        return weights if ring else gather_narrow(weights, cfg.dtype, axes.embed, LOGICAL_AXES[name].index("embed"))
 
     named = {name: ready(name) for name in LOGICAL_AXES if f"{prefix}_{name}" in params}
     return GroupedExperts(activation=cfg.activation, ring=ring, sums=sums, **{"gate": None, **named})

@@ -7,6 +7,7 @@ f: hidden width, V: vocabulary, L: layers of a stack.
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +23,7 @@ from moejax.config import ACTIVATIONS, MoEConfig
 from moejax.context import RoutingContext
 from moejax.experts import LOGICAL_AXES, NONLINEARITY, GroupedExperts, expert_shapes
 from moejax.layer import MoELayer, check_layer, init_param
+from moejax.narrow import narrow_einsum
 from moejax.params import born_sharded
 from moejax.remat import REMAT_POLICIES
 from moejax.ring_feed_forward import feed_forward_over_mesh
@@ -193,16 +195,13 @@ class Attention(nnx.Module):
 
     def __call__(self, x: Float[Array, "b s d"], segment_ids, positions) -> Float[Array, "b s d"]:
         """x: [b, s, d]; segment_ids: [b, s] int32 or None, tokens see their own segment only; positions: [b, s] int32."""
-        dtype = self.cfg.dtype
-        query, key, value = (
-            jnp.einsum("bsd,dhq->bshq", x, weights[...].astype(dtype)) for weights in (self.query, self.key, self.value)
-        )
+        query, key, value = (narrow_einsum("bsd,dhq->bshq", x, weights[...]) for weights in (self.query, self.key, self.value))
         if self.cfg.qk_norm:
             query, key = self.query_norm(query), self.key_norm(key)
         query, key = (rotate(heads, positions, self.cfg.rope_theta) for heads in (query, key))
         mask = None if segment_ids is None else (segment_ids[:, None, :, None] == segment_ids[:, None, None, :])
         seen = jax.nn.dot_product_attention(query, key, value, mask=mask, is_causal=True)
-        return jnp.einsum("bshq,hqd->bsd", seen, self.out[...].astype(dtype))
+        return narrow_einsum("bshq,hqd->bsd", seen, self.out[...])
 
 
 def rotate(heads: Float[Array, "b s h q"], positions: Int[Array, "b s"], theta: float) -> Float[Array, "b s h q"]:
@@ -228,12 +227,13 @@ class FeedForward(nnx.Module):
 
     def __call__(self, x: Float[Array, "b s d"]) -> Float[Array, "b s d"]:
         """[b, s, d] -> [b, s, d], token by token."""
-        named = {"gate": None} | {name: getattr(self, name)[...] for name in LOGICAL_AXES if hasattr(self, name)}
+        named: dict[str, Any] = {"gate": None} | {
+            name: getattr(self, name)[...] for name in LOGICAL_AXES if hasattr(self, name)
+        }
         if self.cfg.overlap:
             weights = jax.tree.map(lambda stacked: stacked[0], (named["gate"], named["up"], named["down"]))
             return feed_forward_over_mesh(x, weights, NONLINEARITY[self.cfg.activation], self.rules)
-        narrow = jax.tree.map(lambda weights: weights.astype(self.cfg.dtype), named)
-        experts = GroupedExperts(activation=self.cfg.activation, **narrow)
+        experts = GroupedExperts(activation=self.cfg.activation, **named)
         return experts(x.reshape(1, -1, x.shape[-1])).reshape(x.shape)
 
 

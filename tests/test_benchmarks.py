@@ -11,7 +11,18 @@ import numpy as np
 import pytest
 
 import moejax
-from benchmarks import balance, cases, compiled_layer, exchanges, harness, memory_tokens, moe_layer, ragged_layer, torch_layer
+from benchmarks import (
+    balance,
+    cases,
+    compiled_layer,
+    exchanges,
+    harness,
+    memory_tokens,
+    moe_layer,
+    overlapped,
+    ragged_layer,
+    torch_layer,
+)
 from benchmarks.__main__ import NAMES
 from benchmarks.cases import Shape
 from moejax import config
@@ -225,3 +236,18 @@ def test_balance_rows(monkeypatch):
     assert (nothing["rule"], nothing["removed_percent"], nothing["moved_mb"]) == ("none", 0, 0)
     assert all(row["straggler_rows"] <= nothing["straggler_rows"] and row["moved_mb"] > 0 for row in others)
     assert others[0]["lanes_mb"] == 3 * 2 * 3 * 2048 * 1024 * 2 / 1e6
+
+
+def test_overlapped_rows(monkeypatch):
+    """The gather of the weights and the sum of their gradients become parts that go round a ring."""
+    shape = {"d_model": 16, "d_ff": 32, "num_experts": 4, "top_k": 1, "dtype": "float32"}
+    monkeypatch.setattr(overlapped, "TARGETS", ("cpu:8",))
+    monkeypatch.setattr(overlapped, "SHAPE", shape)
+    monkeypatch.setattr(overlapped, "MESHES", {"fsdp4": {"fsdp": 4, "expert": 2}})
+    plain, ring = overlapped.run()
+    assert (plain["overlap"], ring["overlap"]) == (False, True)
+    assert "collective-permute" not in plain["collectives"]
+    assert "collective-permute" in ring["collectives"]
+    assert "all-gather" not in ring["collectives"]
+    assert ring["dot_tflop"] >= plain["dot_tflop"] > 0
+    assert (ring["pairs"], ring["beside"]) == (0, 0)  # the CPU's collectives are synchronous

@@ -3,7 +3,7 @@
 `read(compiled.as_text())` counts; `parse` with `peak` and the queries of `layouts.hlo.flow` look closer. No jax.
 """
 
-from layouts.hlo.flow import Window, carriers, depends, windows
+from layouts.hlo.flow import Window, carriers, depends, windows, works
 from layouts.hlo.live import Peak, peak
 from layouts.hlo.program import COLLECTIVES, Collective, Program, count, read
 from layouts.hlo.text import Computation, Instruction, Module, parse
@@ -24,4 +24,5 @@ __all__ = [
     "peak",
     "read",
     "windows",
+    "works",
 ]

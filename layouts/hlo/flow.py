@@ -1,10 +1,15 @@
 """Dataflow of a compiled text: who depends on whom, and what is scheduled while a transfer is under way."""
 
 import dataclasses
+import re
 from collections.abc import Iterable, Iterator
 
+from layouts.hlo.flops import KERNEL_CALLS, PRODUCT_CALLS, call_target
 from layouts.hlo.program import FREE, scope
 from layouts.hlo.text import Computation, Instruction, Module
+
+# How TPU programs name the fusions that begin and end a collective whose steps are fused with products.
+FUSED = "async-collective"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,6 +25,11 @@ class Window:
     start: Instruction
     done: Instruction
     between: tuple[Instruction, ...]
+
+    @property
+    def kind(self) -> str:
+        """The operation, e.g. "all-to-all"; "async-collective" for the fusion that begins one on a TPU."""
+        return FUSED if self.start.op == "fusion" else self.start.base_op
 
 
 def carriers(
@@ -66,22 +76,39 @@ def windows(computation: Computation, op: str | None = None) -> list[Window]:
 
     Args:
       computation: of a scheduled module.
-      op: e.g. "all-to-all"; None: every asynchronous operation, copies included.
+      op: e.g. "all-to-all", or "async-collective" for those that TPUs fuse with products (`Window.kind`); None: every
+        asynchronous operation, copies included.
     """
     found = []
     for done in computation:
-        if not done.op.endswith("-done") or op not in (None, done.base_op):
+        if _half(done) != "done":
             continue
         start = _start_of(computation, done)
         between = [i for i in computation if start.position < i.position < done.position and i.op not in FREE]
         found.append(Window(start, done, tuple(between)))
-    return sorted(found, key=lambda window: window.start.position)
+    wanted = [window for window in found if op in (None, window.kind)]
+    return sorted(wanted, key=lambda window: window.start.position)
+
+
+def _half(instruction: Instruction) -> str | None:
+    """Whether it is the "start" or the "done" of an asynchronous operation, or neither."""
+    fused = instruction.op == "fusion" and instruction.name.startswith(FUSED)
+    name = re.sub(r"\.\d+$", "", instruction.name) if fused else instruction.op
+    return next((half for half in ("start", "done") if name.endswith(f"-{half}")), None)
+
+
+def works(module: Module, instruction: Instruction) -> bool:
+    """Whether there is a matrix product, or a kernel, in the instruction or in what it calls."""
+    target = call_target(instruction) or ""
+    if instruction.op in ("dot", "convolution") or PRODUCT_CALLS.search(target) or target in KERNEL_CALLS:
+        return True
+    return any(works(module, found) for name in instruction.called for found in module.computations[name])
 
 
 def _start_of(computation: Computation, done: Instruction) -> Instruction:
-    """The start that a done waits for, past any "-update" between them."""
+    """The start that a done waits for, past any "-update", or fused products, between them."""
     start = computation.operands(done)[0]
-    while not start.op.endswith("-start"):
+    while _half(start) != "start":
         start = computation.operands(start)[0]
     return start
 

@@ -278,23 +278,31 @@ def _collectives(visits: Iterable[Visit], num_devices: int) -> tuple[Collective,
     sums: dict[tuple[str, int], list[int]] = collections.defaultdict(lambda: [0, 0, 0, 0])
     for visit in visits:
         kind = visit.instruction.base_op
-        if kind not in COLLECTIVES:
+        if kind not in COLLECTIVES or continues(visit.instruction):
             continue
         if visit.in_reduce_scatter and kind == "all-reduce":
             kind = "reduce-scatter"
         size = group_size(visit.instruction, num_devices)
         operand_bytes = [operand.nbytes for operand in visit.computation.operands(visit.instruction)]
+        if "slice_sizes=" in visit.instruction.attributes:  # a permute into a buffer that comes as an operand, as offsets do
+            operand_bytes = operand_bytes[:1]
         payload, wire = _traffic(kind, operand_bytes, size)
         for place, figure in enumerate((1, visit.times, payload * visit.times, wire * visit.times)):
             sums[kind, size][place] += figure
     return tuple(Collective(kind, size, *figures) for (kind, size), figures in sorted(sums.items()))
 
 
+def continues(collective: Instruction) -> bool:
+    """Whether it stands for a further step of one that has begun: TPUs fuse one collective's steps with several products."""
+    started = collective.attribute(r'"async_collective_fusion_config":\{"flag_start":"(-?\d+)"')
+    return started not in (None, "-1")
+
+
 def _traffic(kind: str, operand_bytes: list[int], size: int) -> tuple[int, int]:
     """(payload, wire) bytes of one run on one device."""
-    if kind == "collective-permute":
-        return operand_bytes[0], operand_bytes[0]
     payload = sum(operand_bytes)
+    if kind == "collective-permute":
+        return payload, payload
     if kind == "ragged-all-to-all":  # the result's buffer comes as an operand too; no more than the smaller can move
         payload = min(operand_bytes[:2])
     if kind == "all-gather":

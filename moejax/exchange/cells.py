@@ -1,10 +1,12 @@
 """Cells through a transport: the driver that all_to_all and hierarchical share.
 
-E: experts in the layer, e: experts on this shard, s: shards along the expert axes, r: rows per expert and shard.
+E: experts in the layer, e: experts on this shard, s: shards along the expert axes, r: rows per expert and shard,
+g: shards that hold the same tokens and gather what each of them sent (see `Route.gather`), else 1.
 """
 
 import dataclasses
 import itertools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -28,11 +30,15 @@ class Route:
       there: [E, r, *d] -> [e, s*r, *d]: rows land expert-major, so that nothing is sorted or scattered after it.
       back: its transpose.
       swap: [s, n, *d] -> [s, n, *d], block i to shard i; its own transpose.
+      gather: (landed, axis) -> all the rows that its g shards have, one shard's after the other along that axis.
+      scatter: (rows, axis) -> this shard's of them, summed over the g shards: its transpose.
     """
 
     there: Transport = lambda rows: rows
     back: Transport = lambda rows: rows
     swap: Transport = lambda rows: rows
+    gather: Callable[[Array, int], Array] = lambda rows, axis: rows
+    scatter: Callable[[Array, int], Array] = lambda rows, axis: rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,12 +78,14 @@ def through_cells(x, plan, experts, wire: Wire, route: Route):
         parts = (_each_expert if wire.exchange_by == "expert" else _chunks)(plan, experts, wire, route)
         sent = dispatch_parts(x, parts.plan, parts.sources, clip=weigh)
         sent = [part.reshape(*parts.shape, -1, d) for part in sent]
-        rows = [checkpoint_name(carry(part, parts.there, parts.back, wire.codecs), "moe/dispatch") for part in sent]
+        land = lambda part: route.gather(carry(part, parts.there, parts.back, wire.codecs), -2)
+        rows = [checkpoint_name(land(part), "moe/dispatch") for part in sent]
     with jax.named_scope("moe/experts"):
         landed = zip(parts.experts, rows, parts.weights, strict=True)
         rows = [checkpoint_name(apply(part, *weight), "moe/experts") for apply, part, weight in landed]
     with jax.named_scope("moe/combine"):
-        home = lambda rows: checkpoint_name(carry(rows, parts.back, parts.there, wire.codecs), "moe/combine")
+        leave = lambda rows: carry(route.scatter(rows, -2), parts.back, parts.there, wire.codecs)
+        home = lambda rows: checkpoint_name(leave(rows), "moe/combine")
         y = jax.tree.map(lambda *rows: _combined(tuple(map(home, rows)), parts, weigh), *rows)
     return y, own_counts(plan.group_sizes, wire.axes).sum()
 
@@ -96,7 +104,7 @@ def _chunks(plan, experts, wire, route) -> _Parts:
     weights = [()] * len(sources)
     if wire.weigh_at == "expert":
         sent = row_weights(plan).reshape(plan.num_experts, -1)
-        landed = checkpoint_name(route.there(sent), "moe/dispatch")  # [e, s*r]
+        landed = checkpoint_name(route.gather(route.there(sent), -1), "moe/dispatch")  # [e, g*s*r]
         by_place = landed.reshape(landed.shape[0], -1, sent.shape[1])
         ends = list(itertools.accumulate(source.shape[0] // plan.num_experts for source in sources))
         split = [part.reshape(landed.shape[0], -1) for part in jnp.split(by_place, ends[:-1], 2)]
@@ -114,7 +122,7 @@ def _each_expert(plan, experts, wire, route) -> _Parts:
     weights = [()] * len(sources)
     if wire.weigh_at == "expert":
         landed = checkpoint_name(route.swap(row_weights(plan).reshape(shards, -1)), "moe/dispatch")  # [s, e*r]
-        weights = [(part.reshape(-1),) for part in jnp.split(landed, len(sources), 1)]
+        weights = [(route.gather(part.reshape(-1), 0),) for part in jnp.split(landed, len(sources), 1)]
     there = lambda rows: route.swap(rows).reshape(-1, *rows.shape[2:])
     back = lambda rows: route.swap(rows.reshape(shards, -1, *rows.shape[1:]))
     return _Parts(ordered, sources, (shards,), experts.apart(), weights, there, back)

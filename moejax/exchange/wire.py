@@ -19,6 +19,7 @@ class Wire:
       tokens: the axes that tokens are sharded over: what all shards must do alike is decided over them.
       weigh_at: where combine weights multiply cells' rows, "token" or "expert" (see `moejax.exchange.form`).
       exchange_by: what cells cross together, a "device"'s experts or those of one "expert".
+      shared: mesh axes whose shards hold the same tokens, where each sends its share of the rows only ("hierarchical").
     """
 
     axes: tuple[str, ...] = ()
@@ -27,6 +28,7 @@ class Wire:
     tokens: tuple[str, ...] = ()
     weigh_at: str = "token"
     exchange_by: str = "device"
+    shared: tuple[str, ...] = ()
 
 
 def own_counts(counts: Int[Array, "E"], axes: tuple[str, ...]) -> Int[Array, "e"]:

@@ -7,39 +7,41 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import moejax
+from moejax.axes import mesh_size
 from moejax.layer import moe, param_shapes
 from moejax.step import abstract_state, make_train_step
 
 
-def layer(devices, tokens=128, **config) -> jax.stages.Lowered:
-    """A MoE layer, output and gradients, experts and tokens over all the devices, `tokens` on each; config overrides fields."""
+def layer(devices, tokens=128, mesh=None, expert="expert", **config) -> jax.stages.Lowered:
+    """A MoE layer, output and gradients, `tokens` on each token shard; config overrides fields.
+
+    Over the mesh axes (sizes by name) and expert axes named; by default experts and tokens over all the devices.
+    """
     defaults = {"d_model": 128, "d_ff": 256, "num_experts": 2 * len(devices), "top_k": 2}
     cfg = moejax.MoEConfig(**defaults | config)
-    mesh = moejax.make_mesh(devices=devices, expert=len(devices))
-
-    def array(shape, dtype, *spec):
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(*spec)))
+    mesh = moejax.make_mesh(devices=devices, **mesh or {"expert": len(devices)})
+    rules = moejax.AxisRules(expert=expert if isinstance(expert, str) else tuple(expert))  # JSON has no tuples
+    array = lambda shape, dtype, *logical: jax.ShapeDtypeStruct(
+        shape, dtype, sharding=NamedSharding(mesh, rules.spec(logical, mesh))
+    )
 
     def loss(params, x):
-        y, stats = moe(params, x, None, None, cfg=cfg)
+        y, stats = moe(params, x, None, None, cfg=cfg, rules=rules)
         return jnp.square(y.astype(jnp.float32)).mean() + stats.loss(cfg)
 
-    params = {
-        name: array(shape, cfg.param_dtype, *(["expert"] if logical[0] else []))
-        for name, (shape, logical) in param_shapes(cfg).items()
-    }
+    params = {name: array(shape, cfg.param_dtype, *logical) for name, (shape, logical) in param_shapes(cfg).items()}
+    x = array((mesh_size(mesh, rules.axes("batch", mesh)), tokens, cfg.d_model), cfg.dtype, "batch")
     with jax.set_mesh(mesh):
-        step = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))
-        return step.lower(params, array((len(devices), tokens, cfg.d_model), cfg.dtype, "expert"))
+        return jax.jit(jax.value_and_grad(loss, argnums=(0, 1))).lower(params, x)
 
 
-def train_step(devices, remat="none", d_model=16, d_ff=8, seq=12) -> jax.stages.Lowered:
-    """One step of a small model over all the devices, two micro-batches through its two layers together."""
+def train_step(devices, d_model=16, d_ff=8, seq=12, axis="expert", **config) -> jax.stages.Lowered:
+    """One step of a small model over one axis of all the devices, two micro-batches through its two layers together."""
     dtype = {"dtype": "float32" if devices[0].platform == "cpu" else "bfloat16"}
     moe = moejax.MoEConfig(d_model, d_ff, len(devices), 2, activation="gelu", **dtype)
-    cfg = moejax.TransformerConfig(32, 2, d_model, 4, 2, 24, moe, remat=remat, **dtype)
-    optimizer, shape, mesh = optax.sgd(0.1), (2 * len(devices), seq), moejax.make_mesh(devices=devices, expert=len(devices))
-    rows = NamedSharding(mesh, P("expert"))
+    cfg = moejax.TransformerConfig(32, 2, d_model, 4, 2, 24, moe, **dtype, **config)
+    optimizer, shape, mesh = optax.sgd(0.1), (2 * len(devices), seq), moejax.make_mesh(devices=devices, **{axis: len(devices)})
+    rows = NamedSharding(mesh, P(axis))
     kinds = {"tokens": "int32", "targets": "int32", "segment_ids": "int32", "positions": "int32", "loss_mask": "bool"}
     with jax.set_mesh(mesh):
         state = abstract_state(cfg, optimizer, jax.eval_shape(lambda: jax.random.key(0)))

@@ -9,6 +9,7 @@ import pytest
 from layouts import aot, hlo
 
 LAYER = "tests.layouts.programs:layer"
+GATHERS_ALL = "tests.layouts.programs:gathers_all"
 
 
 @pytest.fixture(autouse=True)
@@ -134,19 +135,6 @@ def check_ragged(compiled: aot.Compiled) -> hlo.Program:
     return program
 
 
-def test_gpu_sends_true_rows():
-    needs_compilers("h100:1x8")
-    found = check_ragged(aot.compile_for("h100:1x8", LAYER, {"exchange": "ragged"})).of_kind("ragged-all-to-all")
-    rows, d_model = 128 * 2, 128
-    assert found.payload_bytes == 4 * rows * d_model * 2 + 2 * rows * 4
-
-
-@pytest.mark.slow
-def test_tpu_sends_true_rows():
-    needs_compilers("v5p:2x2x2")
-    check_ragged(aot.compile_for("v5p:2x2x2", LAYER, {"exchange": "ragged"}))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("target", ["h100:1x8", "v5p:2x2x2"])
 def test_what_does_not_fit_can_stay_there_too(target):
@@ -156,23 +144,40 @@ def test_what_does_not_fit_can_stay_there_too(target):
     assert check_ragged(aot.compile_for(target, LAYER, arguments)).of_kind("collective-permute").count > 0
 
 
-def test_arguments_and_options_reach_the_child():
-    plain = hlo.read(aot.compile_for("cpu:2", LAYER, {"top_k": 1, "exchange": "all_gather"}).text)
+def test_several_programs_in_one_child(tmp_path):
+    """Each has its own arguments, text and alarms."""
+    jobs = {
+        "few": aot.Job(LAYER, {"top_k": 1, "exchange": "all_gather"}),
+        "gathers": aot.Job(GATHERS_ALL),
+    }
+    compiled = aot.compile_all("cpu:8", jobs, out=tmp_path)
+    assert [found.text_path for found in compiled.values()] == [tmp_path / name / "program.hlo" for name in jobs]
+    plain = hlo.read(compiled["few"].text)
     assert plain.of_kind("all-to-all").count == 0
     assert plain.of_kind("all-gather").count > 0
-    with pytest.raises(aot.CompileError, match="No such compile option: 'xla_no_such_option'"):
-        aot.compile_for("cpu:2", LAYER, compiler_options={"xla_no_such_option": True})
-
-
-def test_an_involuntary_gather_is_an_alarm():
-    (alarm,) = aot.compile_for("cpu:8", "tests.layouts.programs:gathers_all").alarms
+    assert compiled["few"].alarms == ()
+    (alarm,) = compiled["gathers"].alarms
     assert "full rematerialization" in alarm
 
 
-def test_failures_and_limits():
-    with pytest.raises(
-        aot.CompileError, match=r"compiling for cpu:2 failed \(exit 1\): RuntimeError: no program for 2 devices"
-    ):
-        aot.compile_for("cpu:2", "tests.layouts.programs:fails")
+def test_options_reach_the_child():
+    says = "^compiling for cpu:2 failed .*No such compile option: 'xla_no_such_option'"
+    with pytest.raises(aot.CompileError, match=says):
+        aot.compile_for("cpu:2", LAYER, compiler_options={"xla_no_such_option": True})
+
+
+def test_failures_and_limits(tmp_path):
+    """The program that fails is named, and those before it have been written."""
+    jobs = {"fine": aot.Job(LAYER, {"exchange": "weight_stream"}), "bad": aot.Job("tests.layouts.programs:fails")}
+    says = r"^compiling 'bad' for cpu:2 failed \(exit 1\): RuntimeError: no program for 2 devices"
+    with pytest.raises(aot.CompileError, match=says):
+        aot.compile_all("cpu:2", jobs, out=tmp_path)
+    assert (tmp_path / "fine" / "result.json").exists()
     with pytest.raises(TimeoutError, match=r"compiling for cpu:2 took longer than 0.1 s"):
         aot.compile_for("cpu:2", LAYER, timeout_seconds=0.1)
+
+
+@pytest.mark.parametrize("name", ["", "..", "a/b"])
+def test_programs_are_named_as_folders_are(name):
+    with pytest.raises(ValueError, match=rf"^program {name!r}: needs a name of letters, digits"):
+        aot.compile_all("cpu:2", {name: aot.Job(LAYER)})

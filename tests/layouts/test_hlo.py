@@ -106,6 +106,51 @@ def test_bytes_of_each_collective(kind):
     assert program.wire_bytes == wire
 
 
+@pytest.mark.parametrize(
+    ("operands", "attributes", "payload"),
+    [("%x, %y", "", 512 + 256), ("%x, %y, %s, %s", ", slice_sizes={{4,16}}", 512)],
+)
+def test_permutes_of_several_arrays(operands, attributes, payload):
+    """Joined by the compiler; or one, with the buffer that it goes into and where."""
+    line = f"%c = f32[8,16]{{1,0}} collective-permute({operands}), source_target_pairs={{{{0,1}},{{1,0}}}}{attributes}"
+    found = hlo.read(module(entry(*INPUTS, line))).of_kind("collective-permute")
+    assert (found.payload_bytes, found.wire_bytes) == (payload, payload)
+
+
+def _step(first: str) -> str:
+    config = f'"async_collective_fusion_config":{{"flag_start":"{first}","flag_end":"8"}}'
+    return f"%g = f32[64,16]{{1,0}} all-gather(%x), dimensions={{0}}, backend_config={{{config}}}"
+
+
+# A gather that begins, goes on beside a product, and ends, as TPUs write it; and a copy besides.
+STEPS = module(
+    block("begin", INPUTS[0], _step("-1"), "ROOT %c = f32[64,16]{1,0} custom-call(%g)"),
+    block("beside", INPUTS[0], _step("2"), "ROOT %d = f32[8,8]{1,0} dot(%x, %x), lhs_contracting_dims={1}"),
+    block("end", INPUTS[0], _step("2"), "ROOT %c = f32[64,16]{1,0} custom-call(%g)"),
+    entry(
+        INPUTS[0],
+        "%async-collective-start.1 = f32[64,16]{1,0} fusion(%x), calls=%begin",
+        "%fusion.7 = (f32[64,16]{1,0}, f32[8,8]{1,0}) fusion(%async-collective-start.1), calls=%beside",
+        "%copy.1 = f32[8,16]{1,0} copy(%x)",
+        "%part = f32[64,16]{1,0} get-tuple-element(%fusion.7), index=0",
+        "ROOT %async-collective-done.1 = f32[64,16]{1,0} fusion(%part), calls=%end",
+    ),
+)
+
+
+def test_a_collective_in_steps_is_one():
+    assert hlo.read(STEPS).collectives == (hlo.Collective("all-gather", 8, 1, 1, 8 * 512, 7 * 512),)
+
+
+def test_products_beside_a_collective_in_steps():
+    parsed = hlo.parse(STEPS)
+    (window,) = hlo.windows(parsed.computations["main"])
+    assert window.kind == "async-collective"
+    assert (window.start.name, window.done.name) == ("async-collective-start.1", "async-collective-done.1")
+    assert [(i.name, hlo.works(parsed, i)) for i in window.between] == [("fusion.7", True), ("copy.1", False)]
+    assert hlo.windows(parsed.computations["main"], "all-gather") == []
+
+
 def test_asynchronous_collectives_count_once():
     wrapped = block("wrapped", INPUTS[0], "ROOT %a = f32[8,16]{1,0} all-to-all(%x)")
     program = hlo.read(

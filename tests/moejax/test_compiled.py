@@ -6,6 +6,7 @@ T: tokens of the whole batch, t: tokens of one device, E: experts, c: rows of a 
 import contextlib
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -118,16 +119,32 @@ def test_memory_is_linear_in_tokens(scope):
     assert 3 < large / small < 4.5
 
 
+def _operands(text, collective):
+    """The type of what each such collective takes, in lowered text: that is before any backend widens a sum."""
+    return re.findall(rf'"stablehlo\.{collective}".*?\}}[>)] : \((.*?)\) ->', text, re.DOTALL)
+
+
 def test_gradients_of_float32_parameters_are_summed_in_float32():
-    """Over the data axis, under bf16 products; the lowered text is before any backend widens a sum."""
+    """Over the data axis, under bf16 products."""
     cfg = MoEConfig(16, 32, 8, 2, dtype="bfloat16", exchange="all_to_all")
     mesh = make_mesh(data=DEVICES)
     with jax.set_mesh(mesh):
-        text = _lowered(cfg, mesh, backward=True).as_text()
-    kinds = [part.split("}) : (", 1)[1].split(")", 1)[0] for part in text.split("stablehlo.all_reduce")[1:]]
+        kinds = _operands(_lowered(cfg, mesh, backward=True).as_text(), "all_reduce")
     weights = [kind for kind in kinds if "8x16x32x" in kind or "8x32x16x" in kind]
     assert sorted(weights) == ["tensor<8x16x32xf32>"] * 2 + ["tensor<8x32x16xf32>"]
     assert not any("bf16" in kind for kind in kinds)
+
+
+def test_gathered_weights_travel_in_bfloat16_and_their_gradients_in_float32():
+    """Over the fsdp axis, of routed and shared experts."""
+    cfg = MoEConfig(16, 32, 8, 2, dtype="bfloat16", num_shared_experts=1)
+    mesh = make_mesh(fsdp=4, tensor=2)
+    with jax.set_mesh(mesh):
+        text = _lowered(cfg, mesh, backward=True).as_text()
+    parts = [f"tensor<{e}x{part}xbf16>" for e in (1, 8) for part in ("16x4", "4x16", "4x16")]
+    assert sorted(_operands(text, "all_gather")) == sorted(parts)
+    wholes = [f"tensor<{e}x16x16xf32>" for e in (1, 8) for _ in range(3)]
+    assert sorted(_operands(text, "reduce_scatter")) == wholes
 
 
 def test_stages_carry_their_names():

@@ -146,7 +146,7 @@ def _num_senders(mesh):
 
 
 def _pool_layer(name, mesh, **changes):
-    layer, destinations = grid.LAYERS[name], grid.MESHES[mesh]["expert"]
+    layer, destinations = grid.LAYERS[name], grid.MESHES[mesh].get("expert", 2)
     new = {"capacity": "pool", "num_senders": _num_senders(mesh), "num_destinations": destinations, **changes}
     return dataclasses.replace(layer, cfg=dataclasses.replace(layer.cfg, **new))
 
@@ -162,14 +162,20 @@ CASES = [
     ("shared", "data2_expert4", {"num_chunks": 3}),
     ("many_senders", "data2_expert4", {}),
     ("every_expert", "fsdp2_expert2_tensor2", {"capacity_factor": 0.4, "num_chunks": 2}),
+    # Without expert axes a shard has both destinations, and the pools of two senders cross inside it.
+    ("odd", "data2_fsdp2_tensor2", {"num_senders": 8}),
 ]
 SLOW = [
-    (name, mesh, {"capacity_factor": factor, "num_chunks": chunks})
-    for name in grid.LAYERS
-    for mesh in grid.MESHES
-    if "expert" in grid.MESHES[mesh]
-    for factor in (0.5, 1.0, None)
-    for chunks in (1, _least_chunks(name, mesh))
+    ("shared", "data8", {"num_senders": 16}),
+    ("every_expert", "data2_fsdp2_tensor2", {"num_senders": 16, "capacity_factor": 0.4}),
+    *(
+        (name, mesh, {"capacity_factor": factor, "num_chunks": chunks})
+        for name in grid.LAYERS
+        for mesh in grid.MESHES
+        if "expert" in grid.MESHES[mesh]
+        for factor in (0.5, 1.0, None)
+        for chunks in (1, _least_chunks(name, mesh))
+    ),
 ]
 
 

@@ -6,14 +6,6 @@ import moejax
 from layouts import aot, hlo
 from tests.layouts.test_aot import needs_compilers
 
-PRODUCTS = ("dot", "convolution", "custom-call")
-
-
-def _works(module: hlo.Module, instruction: hlo.Instruction) -> bool:
-    """Whether there is a product in it."""
-    inner = (found for name in instruction.called for found in module.computations[name])
-    return instruction.base_op in PRODUCTS or any(_works(module, found) for found in inner)
-
 
 def _check(target: str, axis: str, share: float) -> None:
     """`share`: of the parts, how many must have a product beside them."""
@@ -23,7 +15,7 @@ def _check(target: str, axis: str, share: float) -> None:
     compiled = aot.compile_for(target, build, {"axis": axis}, compiler_options=options)
     module = hlo.parse(compiled.text)
     windows = hlo.windows(module.computations[module.entry], "collective-permute")
-    hidden = [any(_works(module, instruction) for instruction in window.between) for window in windows]
+    hidden = [any(hlo.works(module, instruction) for instruction in window.between) for window in windows]
     assert compiled.alarms == ()
     assert {found.kind for found in hlo.read(compiled.text).collectives} == {"collective-permute"}
     assert len(windows) >= 4 * 7  # two products and their gradients, seven parts each
