@@ -18,6 +18,7 @@ NAMES = (
     "grouped_matmul",
     "balance",
     "overlapped",
+    "schedules",
     "compiled_layer",  # last: it takes longest
 )
 

@@ -5,13 +5,17 @@ from moejax.axes import AxisRules, make_mesh
 from moejax.compiler import compiler_options
 from moejax.config import MoEConfig
 from moejax.context import RoutingContext
+from moejax.executor import PipelineParams, run_pipeline
 from moejax.forecast import forecast
 from moejax.grouped_matmul import grouped_matmul
 from moejax.layer import MoELayer, RouterState, moe
 from moejax.lift import as_experts
+from moejax.pipeline import Schedule
 from moejax.placement import ExpertPlacement
 from moejax.rebalance import RebalanceConfig
 from moejax.router import BiasState, Routing, SigmoidBias, Softmax, update_router
+from moejax.stage_layers import StageLayers
+from moejax.stage_program import LayerKind, PipelineModel
 from moejax.stats import RoutingStats
 from moejax.transformer import Transformer, TransformerConfig
 
@@ -19,15 +23,20 @@ __all__ = [
     "AxisRules",
     "BiasState",
     "ExpertPlacement",
+    "LayerKind",
     "MoEConfig",
     "MoELayer",
+    "PipelineModel",
+    "PipelineParams",
     "RebalanceConfig",
     "RouterState",
     "Routing",
     "RoutingContext",
     "RoutingStats",
+    "Schedule",
     "SigmoidBias",
     "Softmax",
+    "StageLayers",
     "Transformer",
     "TransformerConfig",
     "as_experts",
@@ -37,5 +46,6 @@ __all__ = [
     "linen",
     "make_mesh",
     "moe",
+    "run_pipeline",
     "update_router",
 ]

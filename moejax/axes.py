@@ -232,7 +232,11 @@ def vary_alike(tree):
 
 def varying(leaf) -> frozenset[str]:
     """The manual axes that jax knows the value to differ over. The attribute's name depends on the jax version."""
-    kind = jax.typeof(leaf)
+    return varying_type(jax.typeof(leaf))
+
+
+def varying_type(kind) -> frozenset[str]:
+    """The same for a value's type."""
     return kind.vma if hasattr(kind, "vma") else kind.manual_axis_type.varying
 
 

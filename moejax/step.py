@@ -21,6 +21,7 @@ from moejax.migration import copy_to_replicas, count_once
 from moejax.pytree import pytree
 from moejax.router import update_router
 from moejax.routing import LoadState
+from moejax.staged import Pipeline, staged_specs, to_model, to_stages
 from moejax.stats import RoutingStats, add_microbatches
 from moejax.transformer import Transformer, TransformerConfig
 
@@ -47,7 +48,11 @@ class TrainState:
 
 
 def init_state(
-    cfg: TransformerConfig, optimizer: optax.GradientTransformation, key: Array, rules: AxisRules = AxisRules()
+    cfg: TransformerConfig,
+    optimizer: optax.GradientTransformation,
+    key: Array,
+    rules: AxisRules = AxisRules(),
+    pipeline: Pipeline | None = None,
 ) -> TrainState:
     """A state at step 0, every array born sharded over the current mesh.
 
@@ -56,12 +61,14 @@ def init_state(
       optimizer: its state is laid out like the parameters that it belongs to.
       key: a random key.
       rules: logical axes to mesh axes.
+      pipeline: parameters and the optimizer's state are in stage order (`moejax.staged`), each stage's layers on its devices;
+        the same numbers as without one.
 
     Raises:
-      ValueError: where the mesh does not divide the model.
+      ValueError: where the mesh does not divide the model, or the pipeline does not fit it.
     """
-    create = _creator(cfg, optimizer, rules)
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(cfg, optimizer, key, rules))
+    create = _creator(cfg, optimizer, rules, pipeline)
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(cfg, optimizer, key, rules, pipeline))
     return jax.jit(create, out_shardings=shardings)(key)
 
 
@@ -70,11 +77,13 @@ def abstract_state(
     optimizer: optax.GradientTransformation,
     key: Array | jax.ShapeDtypeStruct,
     rules: AxisRules = AxisRules(),
+    pipeline: Pipeline | None = None,
 ) -> TrainState:
     """What `init_state` would return, as jax.ShapeDtypeStructs with shardings; runs nothing on a device."""
-    shapes = jax.eval_shape(_creator(cfg, optimizer, rules), key)
+    shapes = jax.eval_shape(_creator(cfg, optimizer, rules, pipeline), key)
     mesh = jax.sharding.get_mesh()
     specs = param_specs(cfg, rules)
+    specs = specs if pipeline is None else staged_specs(cfg, specs)
     opt_specs = _opt_specs(optimizer, shapes.opt_state, specs)
     router_specs = jax.tree.map(lambda _: P(), shapes.router)
     specs = dataclasses.replace(shapes, step=P(), params=specs, router=router_specs, opt_state=opt_specs)
@@ -148,7 +157,7 @@ def make_train_step(
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         num_targets = jnp.maximum(batch["loss_mask"].sum(), 1)
-        parts = _split(batch, num_microbatches, microbatch_overlap)
+        parts = split_batch(batch, num_microbatches, microbatch_overlap)
         turns = parts, jnp.arange(num_microbatches // microbatch_overlap)
         counts = walk.count(state, turns)
 
@@ -169,11 +178,11 @@ def make_train_step(
         following = TrainState(
             step=state.step + 1,
             params=params,
-            router=_update_routers(state.router, stats),
+            router=update_routers(state.router, stats),
             opt_state=opt_state,
         )
         metrics = {"loss": loss.mean(), "total_loss": total.mean(), "grad_norm": optax.tree.norm(grads)}
-        return following, {**metrics, "num_targets": batch["loss_mask"].sum(), **_routing_metrics(stats)}
+        return following, {**metrics, "num_targets": batch["loss_mask"].sum(), **routing_metrics(stats)}
 
     return train_step
 
@@ -237,10 +246,16 @@ def make_eval_step(
     return eval_step
 
 
-def make_logits(cfg: TransformerConfig, rules: AxisRules = AxisRules()) -> Callable[[Any, Any, Array], Array]:
-    """A pure function from (params, router, tokens [b, s]) to logits [b, s, V] float32."""
+def make_logits(
+    cfg: TransformerConfig, rules: AxisRules = AxisRules(), pipeline: Pipeline | None = None
+) -> Callable[[Any, Any, Array], Array]:
+    """A pure function from (params, router, tokens [b, s]) to logits [b, s, V] float32.
+
+    With a pipeline the parameters come in stage order, and the whole model is gathered on every stage.
+    """
     graphdef = _abstract_model(cfg, rules)[0]
-    return lambda params, router, tokens: _merge(graphdef, params, router)(tokens, context=EVALUATION)[0]
+    in_order = lambda params: params if pipeline is None else to_model(cfg, pipeline.layers(cfg), params)
+    return lambda params, router, tokens: _merge(graphdef, in_order(params), router)(tokens, context=EVALUATION)[0]
 
 
 def _forward(
@@ -273,9 +288,10 @@ def _abstract_model(cfg, rules):
     return jax.eval_shape(lambda: _split_model(cfg, rules, jax.random.key(0)))
 
 
-def _creator(cfg, optimizer, rules):
+def _creator(cfg, optimizer, rules, pipeline: Pipeline | None):
     def create(key) -> TrainState:
         params, router = (nnx.to_pure_dict(part) for part in _split_model(cfg, rules, key)[1:])
+        params = params if pipeline is None else to_stages(cfg, pipeline.layers(cfg), params)
         return TrainState(jnp.zeros((), jnp.int32), params, router, optimizer.init(params))
 
     return create
@@ -292,7 +308,7 @@ def check_microbatches(num_microbatches: int, microbatch_overlap: int) -> None:
         )
 
 
-def _split(batch: Batch, num_microbatches: int, together: int) -> list[Batch]:
+def split_batch(batch: Batch, num_microbatches: int, together: int) -> list[Batch]:
     """[batch, ...] -> `together` batches of [num_microbatches / together, rows, ...], neighbouring rows in one."""
 
     def split(rows):
@@ -315,12 +331,14 @@ def _is_spec(leaf) -> bool:
     return isinstance(leaf, P) or leaf is None
 
 
-def _update_routers(router, stats: RoutingStats | None):
+def update_routers(router, stats: RoutingStats | None):
+    """The routers' states after a step of these loads."""
     is_state = lambda node: isinstance(node, LoadState)
     return jax.tree.map(lambda state: update_router(state, stats), router, is_leaf=is_state)
 
 
-def _routing_metrics(stats: RoutingStats | None) -> Metrics:
+def routing_metrics(stats: RoutingStats | None) -> Metrics:
+    """What a step's metrics say of its routing; nothing for a dense model."""
     if stats is None:
         return {}
     return {

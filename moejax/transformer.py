@@ -181,7 +181,7 @@ class Attention(nnx.Module):
 
     def __init__(self, cfg: TransformerConfig, *, rules: AxisRules, rngs: nnx.Rngs):
         """Args: cfg, the model; rules, logical axes to mesh axes; rngs, a stream `params`."""
-        self.cfg = cfg
+        self.cfg, self.rules = cfg, rules
         d, h, n, q = cfg.d_model, cfg.num_heads, cfg.num_kv_heads, cfg.head_width
 
         def weights(heads):
@@ -191,7 +191,7 @@ class Attention(nnx.Module):
         out = ("heads", None, "embed")
         self.out = born_sharded(_heads_out, rngs.params(), (h, q, d), cfg.param_dtype, out, rules)
         if cfg.qk_norm:
-            self.query_norm, self.key_norm = _norm(cfg, q, rngs), _norm(cfg, q, rngs)
+            self.query_norm, self.key_norm = norm(cfg, q, rngs), norm(cfg, q, rngs)
 
     def __call__(self, x: Float[Array, "b s d"], segment_ids, positions) -> Float[Array, "b s d"]:
         """x: [b, s, d]; segment_ids: [b, s] int32 or None, tokens see their own segment only; positions: [b, s] int32."""
@@ -201,7 +201,7 @@ class Attention(nnx.Module):
         query, key = (rotate(heads, positions, self.cfg.rope_theta) for heads in (query, key))
         mask = None if segment_ids is None else (segment_ids[:, None, :, None] == segment_ids[:, None, None, :])
         seen = jax.nn.dot_product_attention(query, key, value, mask=mask, is_causal=True)
-        return narrow_einsum("bshq,hqd->bsd", seen, self.out[...])
+        return sum_parts(narrow_einsum("bshq,hqd->bsd", seen, self.out[...]), self.rules, "heads")
 
 
 def rotate(heads: Float[Array, "b s h q"], positions: Int[Array, "b s"], theta: float) -> Float[Array, "b s h q"]:
@@ -234,7 +234,7 @@ class FeedForward(nnx.Module):
             weights = jax.tree.map(lambda stacked: stacked[0], (named["gate"], named["up"], named["down"]))
             return feed_forward_over_mesh(x, weights, NONLINEARITY[self.cfg.activation], self.rules)
         experts = GroupedExperts(activation=self.cfg.activation, **named)
-        return experts(x.reshape(1, -1, x.shape[-1])).reshape(x.shape)
+        return sum_parts(experts(x.reshape(1, -1, x.shape[-1])).reshape(x.shape), self.rules, "mlp")
 
 
 class Block(nnx.Module):
@@ -243,9 +243,9 @@ class Block(nnx.Module):
     def __init__(self, cfg: TransformerConfig, is_moe: bool, *, rules: AxisRules, rngs: nnx.Rngs):
         """Args: cfg, the model; is_moe, which feed-forward; rules, logical axes to mesh axes; rngs, a stream `params`."""
         self.rules, self.in_rings = rules, cfg.overlap and not is_moe
-        self.attention_norm = _norm(cfg, cfg.d_model, rngs)
+        self.attention_norm = norm(cfg, cfg.d_model, rngs)
         self.attention = Attention(cfg, rules=rules, rngs=rngs)
-        self.feed_forward_norm = _norm(cfg, cfg.d_model, rngs)
+        self.feed_forward_norm = norm(cfg, cfg.d_model, rngs)
         moe = cfg.moe if is_moe else None
         if moe is not None:
             self.feed_forward = MoELayer(moe, rules=rules, rngs=rngs)
@@ -297,7 +297,7 @@ class Transformer(nnx.Module):
         table = (cfg.vocab_size, cfg.d_model)
         self.embedding = born_sharded(_table, rngs.params(), table, cfg.param_dtype, ("vocab", "embed"), rules)
         self.stacks = nnx.List([_stack(cfg, repeats, kinds, rules, rngs) for repeats, kinds in cfg.stacks])
-        self.norm = _norm(cfg, cfg.d_model, rngs)
+        self.norm = norm(cfg, cfg.d_model, rngs)
         if not cfg.tie_embeddings:
             self.head = born_sharded(_table, rngs.params(), table, cfg.param_dtype, ("vocab", "embed"), rules)
 
@@ -354,6 +354,13 @@ class Transformer(nnx.Module):
         return dataclasses.replace(context, token_ids=tokens)
 
 
+def sum_parts(x: Array, rules: AxisRules, logical: str) -> Array:
+    """Adds up what shards along a logical axis made of their parts, where its mesh axes are manual, as in a pipeline's program;
+    where they are not, the compiler does."""
+    mesh = ax.current_mesh()
+    return ax.sum_over(x, [name for name in rules.axes(logical, mesh) if name in mesh.manual_axes])
+
+
 def _positions(tokens):
     return jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
 
@@ -397,7 +404,8 @@ def constrain(x: Array, rules: AxisRules, logical: tuple[str | None, ...] = ("ba
     return lax.with_sharding_constraint(x, rules.spec(logical, mesh))
 
 
-def _norm(cfg, width, rngs):
+def norm(cfg: TransformerConfig, width: int, rngs: nnx.Rngs) -> nnx.RMSNorm:
+    """An RMSNorm of the model's."""
     return nnx.RMSNorm(width, epsilon=cfg.norm_eps, dtype=cfg.dtype, param_dtype=cfg.param_dtype, rngs=rngs)
 
 

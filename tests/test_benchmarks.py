@@ -21,10 +21,14 @@ from benchmarks import (
     moe_layer,
     overlapped,
     ragged_layer,
+    schedules,
     torch_layer,
 )
 from benchmarks.__main__ import NAMES
 from benchmarks.cases import Shape
+from layouts import make_schedule
+from layouts.schedules import MAKERS
+from layouts.tables import Shape as PipelineShape
 from moejax import config
 
 SHAPE = Shape(num_tokens=64, d_model=32, d_ff=48, top_k=2, num_experts=16)
@@ -251,3 +255,26 @@ def test_overlapped_rows(monkeypatch):
     assert "all-gather" not in ring["collectives"]
     assert ring["dot_tflop"] >= plain["dot_tflop"] > 0
     assert (ring["pairs"], ring["beside"]) == (0, 0)  # the CPU's collectives are synchronous
+
+
+def test_ranks_share_what_is_equal():
+    assert schedules.rank_correlation([1.0, 2.0, 2.0, 5.0], [0.1, 0.2, 0.2, 9.0]) == pytest.approx(1)
+    assert schedules.rank_correlation([1.0, 2.0, 3.0], [3.0, 2.0, 1.0]) == pytest.approx(-1)
+
+
+def test_every_schedule_is_measured_beside_the_ideal():
+    first, *others = schedules.settings()
+    assert (first.name, first.layers * schedules.STAGES) == ("ideal", schedules.LAYERS)
+    assert {setting.name.removesuffix(" split") for setting in others} == set(MAKERS)
+
+
+def test_a_schedules_step_is_the_layers_loss(monkeypatch):
+    monkeypatch.setattr(schedules, "LAYERS", 2)
+    for name in ("TOKENS", "WIDTH", "HIDDEN"):
+        monkeypatch.setattr(schedules, name, 4)
+    table = schedules.Setting("gpipe", make_schedule("gpipe", PipelineShape(2, schedules.MICROBATCHES)), 2)
+    program, (params, inputs) = schedules.step(table)
+    x = inputs["x"]
+    for n in range(2):
+        x, _, _ = schedules.layer({name: leaf[n] for name, leaf in params.layers[0].items()}, None, x, None)
+    np.testing.assert_allclose(program(params, inputs).loss, jnp.square(x).mean((1, 2)).sum(), rtol=1e-5)

@@ -8,6 +8,7 @@ import nbclient
 import nbformat
 import pytest
 
+import layouts
 import moejax
 
 COLAB = Path(__file__).parent.parent / "colab"
@@ -22,8 +23,8 @@ def code(notebook):
     return "\n".join(cell.source for cell in notebook.cells if cell.cell_type == "code")
 
 
-def test_there_are_two():
-    assert [path.name for path in NOTEBOOKS] == ["layouts.ipynb", "quickstart.ipynb"]
+def test_they_are_all_here():
+    assert [path.name for path in NOTEBOOKS] == ["layouts.ipynb", "pipelines.ipynb", "quickstart.ipynb"]
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
@@ -39,7 +40,9 @@ def test_uses_public_names_only(path):
     imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
     sources = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     assert "moejax" in imported
-    assert not {name for name in imported | sources if name.startswith(("moejax.", "train", "layouts"))}
+    assert not {name for name in imported | sources if name.startswith(("moejax.", "train", "layouts."))}
+    taken = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module == "layouts"]
+    assert {alias.name for node in taken for alias in node.names} <= set(layouts.__all__)
     used = {
         node.attr
         for node in ast.walk(tree)
@@ -59,6 +62,16 @@ def executed(name, monkeypatch):
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
     text = "".join(output.text for output in outputs if output.output_type == "stream" and output.name == "stdout")
     return text, outputs
+
+
+def test_pipelines_runs(monkeypatch):
+    text, outputs = executed("pipelines.ipynb", monkeypatch)
+    assert "gpipe    takes  33.0, idle 27.3%, holds 8 micro-batches" in text
+    worst = [float(line.split(": ")[1]) for line in text.splitlines() if "worst difference" in line]
+    assert len(worst) == 2
+    assert max(worst) < 1e-5
+    assert text.count("as in the table: True") == 2
+    assert sum("image/png" in output.get("data", {}) for output in outputs) == 1
 
 
 def test_quickstart_runs(monkeypatch):

@@ -13,6 +13,7 @@ from train.config import TrainConfig, check_config
 from train.configs import get_config, list_configs
 from train.errors import InputError, RunError
 from train.overrides import all_keys, apply_overrides
+from train.stages import make_pipeline
 
 _EPILOG = """\
 examples:
@@ -20,6 +21,7 @@ examples:
   python -m train demo mesh.data=1 mesh.expert=8 steps=200 run_dir=runs/eight
   python -m train demo layout=search
   python -m train demo layout=best.json#2
+  python -m train tiny mesh.stage=2 pipeline.schedule=zeropp pipeline.chunks=1 num_microbatches=4
   python -m train demo data.corpus=~/books,notes.txt model.d_model=256
 
 exit codes: 0 done, or stopped by SIGTERM and saved; 2 the input is wrong; 1 anything else."""
@@ -84,6 +86,7 @@ def _main(chosen: argparse.Namespace) -> int:
         return 0
     if not layouts:
         check_config(cfg)
+        make_pipeline(cfg)
     return _run(cfg, chosen, layouts)
 
 

@@ -18,6 +18,7 @@ from moejax.step import TrainState
 from train.config import TrainConfig
 from train.errors import InputError
 from train.manifest import check_manifest, write_manifest
+from train.reorder import stage_order
 
 Say = Callable[[str], None]
 
@@ -71,13 +72,17 @@ class Checkpoints:
         )
         self._saving = self._worker.submit(self._finish)
 
+    def about(self, step: int) -> dict[str, Any]:
+        """What was saved beside a checkpoint's arrays: see `describe_run`."""
+        return dict(self._manager.restore(step, args=ocp.args.Composite(about=ocp.args.JsonRestore()))["about"])
+
     def restore(self, step: int, abstract: TrainState) -> Restored:
         """Reads a checkpoint onto the mesh that `abstract` (see `moejax.step.abstract_state`) is laid out on.
 
         Raises:
           InputError: where it is another model's, naming the shapes that differ.
         """
-        about = dict(self._manager.restore(step, args=ocp.args.Composite(about=ocp.args.JsonRestore()))["about"])
+        about = self.about(step)
         wanted = _by_name(abstract)
         _check_shapes(self.folder / str(step), about["shapes"], _shapes(wanted))
         found = self._manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore(wanted)))["state"]
@@ -160,10 +165,11 @@ def _set_aside(run_dir: Path, step: int) -> Path:
 
 
 def describe_run(cfg: TrainConfig, digest: str) -> dict[str, Any]:
-    """What is saved beside the state: the config, and the corpus that the position counts in."""
+    """What is saved beside the state: the config, the order of its layers, and the corpus that the position counts in."""
     return {
         "schema": 1,
         "config": dataclasses.asdict(cfg),
+        "stage_order": stage_order(cfg),
         "corpus_sha256": digest,
         "versions": {"jax": jax.__version__},
     }

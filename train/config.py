@@ -32,6 +32,7 @@ class MeshConfig:
     Attributes:
       data: replicas of the parameters.
       fsdp: parts that parameters are split into along the model width, gathered before use.
+      stage: pipeline stages, see `PipelineConfig`.
       expert: parts that the experts are split over.
       tensor: parts that heads and hidden widths are split into.
       virtual_devices: on a machine without accelerators, the CPU plays this many devices; 0 leaves jax's own number.
@@ -39,6 +40,7 @@ class MeshConfig:
 
     data: int = 1
     fsdp: int = 1
+    stage: int = 1
     expert: int = 1
     tensor: int = 1
     virtual_devices: int = 0
@@ -51,12 +53,36 @@ class MeshConfig:
     @property
     def sizes(self) -> dict[str, int]:
         """Devices by axis, in the order of the mesh."""
-        return {name: getattr(self, name) for name in ("data", "fsdp", "expert", "tensor")}
+        return {name: getattr(self, name) for name in ("data", "fsdp", "stage", "expert", "tensor")}
 
     @property
     def num_devices(self) -> int:
         """Devices in the mesh."""
         return math.prod(self.sizes.values())
+
+
+@dataclasses.dataclass(frozen=True)
+class PipelineConfig:
+    """How a step runs over `mesh.stage` stages; its micro-batches are the config's `num_microbatches`.
+
+    Attributes:
+      schedule: a name from `layouts.schedules.MAKERS`; "none" without stages.
+      chunks: V, chunks of the model on a stage; none: the schedule's own.
+      unit: U of "zeropp": micro-batches for which a chunk's parameters are gathered once; none: the schedule's own.
+      split: "gpipe", "1f1b" and "interleaved" send an input's gradient before they compute the weights'.
+      cuts: layers of each of the stage x chunks parts of the model, in its order; none: as even as can be.
+    """
+
+    schedule: str = "none"
+    chunks: int | None = None
+    unit: int | None = None
+    split: bool = False
+    cuts: tuple[int, ...] | None = None
+
+    def __post_init__(self):
+        for name in ("chunks", "unit"):
+            if getattr(self, name) is not None:
+                positive(name, getattr(self, name))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,6 +166,7 @@ class EvalConfig:
       every: steps between evaluations; 0 evaluates at the end only.
       max_bytes: held-out documents are taken whole, in the order of their hashes, as long as they fit in this.
       trace_tokens: of its first batch, tokens whose routing is recorded in `routing.npz`, which the pictures read; 0: none.
+        Runs over pipeline stages record none.
     """
 
     every: int = 1000
@@ -221,6 +248,7 @@ class TrainConfig:
     Attributes:
       model: the model.
       mesh: the devices it is spread over.
+      pipeline: the schedule of its stages.
       data: the text.
       optimizer: AdamW and its schedule.
       checkpoint: when to save.
@@ -246,6 +274,7 @@ class TrainConfig:
     global_batch: int
     seq: int
     mesh: MeshConfig = MeshConfig()
+    pipeline: PipelineConfig = PipelineConfig()
     data: DataConfig = DataConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()

@@ -1,11 +1,12 @@
 """What a run would be, without running a step: shapes, shardings, parameters, memory."""
 
+import dataclasses
+
 import jax
 import numpy as np
 
-from moejax import TransformerConfig
 from moejax.step import TrainState
-from train.config import TrainConfig
+from train.config import PipelineConfig, TrainConfig
 from train.data import abstract_batch
 from train.distributed import start_mesh
 from train.program import train_program
@@ -27,7 +28,7 @@ def dry_run(cfg: TrainConfig) -> list[str]:
         f"mesh        {sizes} = {mesh.size} {mesh.devices.flat[0].platform} devices",
         f"batch       {cfg.global_batch} rows of {cfg.seq} tokens in {cfg.num_microbatches} micro-batches",
         *_parameter_lines(state),
-        *_count_lines(cfg.model, state),
+        *_count_lines(cfg, state),
         *_memory_lines(compiled.memory_analysis()),
     ]
 
@@ -43,8 +44,10 @@ def _parameter_lines(state: TrainState) -> list[str]:
     return lines
 
 
-def _count_lines(model: TransformerConfig, state: TrainState) -> list[str]:
-    total, routed = count_parameters(state)
+def _count_lines(cfg: TrainConfig, state: TrainState) -> list[str]:
+    # Without stages, which hold empty slots where their layers are uneven.
+    plain = dataclasses.replace(cfg, mesh=dataclasses.replace(cfg.mesh, stage=1), pipeline=PipelineConfig())
+    model, (total, routed) = cfg.model, count_parameters(abstract_run_state(plain))
     active = total - routed + (routed * model.moe.top_k // model.moe.num_experts if model.moe else 0)
     held = sum(_part_bytes(leaf) for leaf in jax.tree.leaves(state))
     return [

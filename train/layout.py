@@ -116,7 +116,8 @@ def resolved(cfg: TrainConfig, say: Callable[[str], None]) -> TrainConfig:
     if moe is None or moe.exchange != "auto":
         return cfg
     problem, seconds = problem_of(cfg), {}
-    sizes: dict[str, Any] = cfg.mesh.sizes
+    # Stages change how often an exchange is made, alike for all of them.
+    sizes: dict[str, Any] = {name: size for name, size in cfg.mesh.sizes.items() if name != "stage"}
     for exchange in problem.space.exchanges:
         layout = Layout(
             **sizes, exchange=exchange, codec=moe.codec, remat=cfg.model.remat, num_microbatches=cfg.num_microbatches

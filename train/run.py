@@ -20,7 +20,9 @@ from train.metrics import Display, MetricsLog, NoLog
 from train.optimizer import make_optimizer
 from train.placement import Mover
 from train.recorder import Recorder
+from train.reorder import abstract_saved, stage_order, to_order
 from train.sample import encode_prompt
+from train.stages import make_pipeline
 from train.tokens import Tokenizer, load_tokenizer
 
 RESUME = ("auto", "never", "must")
@@ -131,7 +133,8 @@ def begin(cfg: TrainConfig, folder: Path, text: Text, display: Display, resume: 
     checkpoints = Checkpoints(folder, cfg.checkpoint.keep)
     batches = train_batches(text.train, cfg, jax.process_index(), jax.process_count())
     if step is None:
-        state, mover = init_state(cfg.model, make_optimizer(cfg), jax.random.key(cfg.seed), RULES), Mover(cfg)
+        state = init_state(cfg.model, make_optimizer(cfg), jax.random.key(cfg.seed), RULES, make_pipeline(cfg))
+        mover = Mover(cfg)
     else:
         state, mover = _restore(checkpoints, step, cfg, text, batches, display)
     step = step or 0
@@ -145,17 +148,22 @@ def begin(cfg: TrainConfig, folder: Path, text: Text, display: Display, resume: 
 def abstract_run_state(cfg: TrainConfig) -> TrainState:
     """The state's shapes and shardings on the current mesh; touches no device."""
     key = jax.eval_shape(lambda: jax.random.key(cfg.seed))
-    return abstract_state(cfg.model, make_optimizer(cfg), key, RULES)
+    return abstract_state(cfg.model, make_optimizer(cfg), key, RULES, make_pipeline(cfg))
 
 
 def _restore(checkpoints, step, cfg, text, batches, display) -> tuple[TrainState, Mover]:
-    found = checkpoints.restore(step, abstract_run_state(cfg))
+    wanted, here = abstract_run_state(cfg), stage_order(cfg)
+    there = checkpoints.about(step).get("stage_order")
+    found = checkpoints.restore(step, wanted if here == there else abstract_saved(cfg, there))
+    if here != there:
+        display.say("the checkpoint's layers are in another order of pipeline stages: moving them")
+        found = dataclasses.replace(found, state=to_order(cfg, found.state, there, wanted))
     batches.set_state(found.position)
     display.say(f"resumed from step {step}")
     before = found.about
-    here = (text.corpus.digest, cfg.seed, cfg.seq, cfg.global_batch)
-    there = (before["corpus_sha256"], *(before["config"][name] for name in ("seed", "seq", "global_batch")))
-    if here != there:
+    text_here = (text.corpus.digest, cfg.seed, cfg.seq, cfg.global_batch)
+    text_there = (before["corpus_sha256"], *(before["config"][name] for name in ("seed", "seq", "global_batch")))
+    if text_here != text_there:
         display.say("the text, its order or its cut is not the checkpoint's: going on at the same batch of the new one")
     return found.state, Mover(cfg, before.get("loads"))
 

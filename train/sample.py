@@ -11,6 +11,7 @@ from moejax.routing import PerSequence
 from moejax.step import TrainState, make_logits
 from train.config import RULES, TrainConfig
 from train.errors import InputError
+from train.stages import make_pipeline
 from train.tokens import Tokenizer
 
 
@@ -49,7 +50,7 @@ def sample_text(cfg: TrainConfig, state: TrainState, tokenizer: Tokenizer) -> st
 
 def _make_draw(cfg: TrainConfig, num_text_ids: int, begin: int, end: int):
     """(params, router, tokens [n, seq], key) -> tokens, those from `begin` to `end` drawn one after the other, in all rows."""
-    logits = make_logits(cfg.model, RULES)
+    logits = make_logits(cfg.model, RULES, make_pipeline(cfg))
     # Ids that stand for no text and do not end the document are never written.
     ids = np.arange(cfg.model.vocab_size)
     legal = (ids < num_text_ids) | (ids == num_text_ids + 1)

@@ -7,8 +7,12 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import moejax
+from layouts.schedules import make_schedule
+from layouts.tables import Shape
 from moejax.axes import mesh_size
 from moejax.layer import moe, param_shapes
+from moejax.pipeline_step import make_pipeline_step
+from moejax.staged import Pipeline
 from moejax.step import abstract_state, make_train_step
 
 
@@ -47,6 +51,24 @@ def train_step(devices, d_model=16, d_ff=8, seq=12, axis="expert", **config) -> 
         state = abstract_state(cfg, optimizer, jax.eval_shape(lambda: jax.random.key(0)))
         step = make_train_step(cfg, optimizer, 2, microbatch_overlap=2)
         batch = {name: jax.ShapeDtypeStruct(shape, kind, sharding=rows) for name, kind in kinds.items()}
+        return jax.jit(step, donate_argnums=0).lower(state, batch)
+
+
+def pipelined_step(devices, schedule, shape, moe=True, layers=8, seq=512, fsdp=1, **config) -> jax.stages.Lowered:
+    """One step of a model over pipeline stages: `shape` are a Shape's fields; a row of `seq` tokens a device and part."""
+    pipeline = Pipeline(make_schedule(schedule, Shape(**shape)))
+    axes = {"stage": shape["stages"], "fsdp": fsdp, "expert": len(devices) // shape["stages"] // fsdp}
+    sizes = {"d_model": 256, "d_ff": 512} | config
+    experts = moejax.MoEConfig(**sizes, num_experts=2 * axes["expert"], top_k=2) if moe else None
+    cfg = moejax.TransformerConfig(1024, layers, num_heads=4, num_kv_heads=4, moe=experts, **sizes)
+    optimizer, mesh = optax.sgd(0.1), moejax.make_mesh(devices=devices, **axes)
+    rows = NamedSharding(mesh, P(("fsdp", "expert")))
+    kinds = {"tokens": "int32", "targets": "int32", "segment_ids": "int32", "positions": "int32", "loss_mask": "bool"}
+    batch_shape = (shape["microbatches"] * axes["fsdp"] * axes["expert"], seq)
+    with jax.set_mesh(mesh):
+        state = abstract_state(cfg, optimizer, jax.eval_shape(lambda: jax.random.key(0)), pipeline=pipeline)
+        step = make_pipeline_step(cfg, optimizer, pipeline)
+        batch = {name: jax.ShapeDtypeStruct(batch_shape, kind, sharding=rows) for name, kind in kinds.items()}
         return jax.jit(step, donate_argnums=0).lower(state, batch)
 
 

@@ -100,7 +100,8 @@ BAD = [
     (["tiny", "microbatch_overlap=2"], "microbatch_overlap=2 does not divide num_microbatches=1: legal are 1"),
     (["tiny", "num_microbatches=3"], "num_microbatches=3 does not divide global_batch=8: legal are 1, 2, 4, 8"),
     (["tiny", "model.moe.num_senders=24", "mesh.expert=8"], "num_senders=24 does not divide a micro-batch of 8 x 32"),
-    (["tiny", "mesh.stage=2"], "unknown key 'mesh.stage'"),
+    (["tiny", "mesh.stage=2"], "pipeline.schedule='none' with mesh.stage=2: legal are gpipe"),
+    (["tiny", "mesh.stages=2"], "unknown key 'mesh.stages'; nearest keys: mesh.stage"),
     (["tiny", "--resume", "perhaps"], "--resume='perhaps': legal are auto, never, must"),
     (["tiny", "data.corpus=no/such/folder"], "data.corpus='no/such/folder': no file or folder 'no/such/folder'"),
     (["tiny", "data.corpus=EMPTY"], "is empty: needs at least one file with text"),
@@ -185,7 +186,7 @@ def test_a_dry_run_shows_shapes_shardings_and_memory_and_runs_nothing(capsys, mo
     monkeypatch.chdir(tmp_path)
     assert command.main(["tiny", "--dry-run", "mesh.expert=4", "mesh.data=2"]) == 0
     out = capsys.readouterr().out
-    assert "data 2 x fsdp 1 x expert 4 x tensor 1 = 8 cpu devices" in out
+    assert "data 2 x fsdp 1 x stage 1 x expert 4 x tensor 1 = 8 cpu devices" in out
     expert = next(line for line in out.splitlines() if "expert_up" in line)
     assert "(2, 8, 16, 32)" in expert
     assert "(2, 2, 16, 32)" in expert
