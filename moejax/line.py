@@ -128,7 +128,7 @@ class Line:
         y = sum_round(y, sums, ax.axis_size(axes.embed)) if sums else ax.sum_over(y, axes.mlp)
         stats = self.stats(routing, plan, tokens, num_rows)
         if lending is not None:
-            stats = dataclasses.replace(stats, rebalance=loan_stats(placed, valid, self.num_senders, lending, cfg, axes))
+            stats = self.with_loans(stats, placed, valid, lending)
         return y.astype(x.dtype), stats, routing.record if context.record else None
 
     def sums_round(self, exchange: str) -> tuple[str, ...]:
@@ -284,6 +284,12 @@ class Line:
             extra=extra_losses(routing, tokens, [name for name, _ in cfg.extra_losses], cfg.expert_sizes),
             measured=self.measured(routing, tokens),
         )
+
+    def with_loans(self, stats: RoutingStats, placed: Routing, valid, lending: Lending) -> RoutingStats:
+        """With what was lent; pairs of experts without a place are dropped either way."""
+        lent = loan_stats(placed, valid, self.num_senders, lending, self.cfg, self.axes)
+        lent = dataclasses.replace(lent, num_dropped_before=lent.num_dropped_before + stats.num_missing)
+        return dataclasses.replace(stats, rebalance=lent)
 
     def measured(self, routing: Routing, tokens: Tokens) -> dict[str, Array]:
         """The router's own figures, over all shards."""

@@ -167,6 +167,15 @@ def answer(cfg, params, x, valid, table, mask=None):
     return compiled(cfg)(params, x, valid, table, mask)
 
 
+def test_pairs_of_missing_experts_are_dropped_whether_or_not_experts_are_lent():
+    cfg = dataclasses.replace(CFG, exchange="ragged", rebalance=RebalanceConfig())
+    placement = ExpertPlacement.even(E, P).without_devices([1], DEVICES)
+    inputs = grid.draw(grid.Layer(PLAIN, (4, 12)), 2, "random", "none")
+    with jax.set_mesh(make_mesh(data=2, expert=4)):
+        _, stats = answer(cfg, in_slots(inputs.params, placement), inputs.x, inputs.valid, placement.table())
+    assert stats.num_dropped == stats.rebalance.num_dropped_before == stats.num_missing > 0
+
+
 def test_tokens_can_be_kept_from_missing_experts():
     """With the survivors as expert_mask nothing is missing: the answer is the plain layer's under that mask."""
     placement = ExpertPlacement.even(E, P).without_devices([1], DEVICES)
