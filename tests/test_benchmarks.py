@@ -84,8 +84,9 @@ def test_every_benchmark_states_its_aim(name):
 
 
 def test_every_benchmark_is_listed():
-    modules = {path.stem for path in Path(harness.__file__).parent.glob("*.py")} - {"__init__", "__main__", "harness", "cases"}
-    assert modules == set(NAMES)
+    """All but `layout_proofs`, a command of its own: it compiles whole training steps, for longer than all the others run."""
+    modules = {path.stem for path in Path(harness.__file__).parent.glob("*.py")}
+    assert modules - {"__init__", "__main__", "harness", "cases", "layout_proofs"} == set(NAMES)
 
 
 def test_unlike_numbers_are_refused():
