@@ -22,9 +22,9 @@ from jax.sharding import PartitionSpec as P
 
 import moejax
 from benchmarks import harness
-from layouts import Shape, make_schedule, simulate
-from layouts.schedules import MAKERS
-from layouts.simulate import Simulation
+from layouts.schedules import MAKERS, make_schedule
+from layouts.simulate import Simulation, simulate
+from layouts.tables import Shape
 
 AIM = "schedules rank by measured time as the simulator ranks them (rank correlation near 1)"
 STAGES, MICROBATCHES, LAYERS = 2, 8, 8

@@ -26,8 +26,7 @@ from benchmarks import (
 )
 from benchmarks.__main__ import NAMES
 from benchmarks.cases import Shape
-from layouts import make_schedule
-from layouts.schedules import MAKERS
+from layouts.schedules import MAKERS, make_schedule
 from layouts.tables import Shape as PipelineShape
 from moejax import config
 
