@@ -10,8 +10,9 @@ from moejax.forecast import forecast
 from moejax.grouped_matmul import grouped_matmul
 from moejax.layer import MoELayer, RouterState, moe
 from moejax.lift import as_experts
+from moejax.migration import num_moved
 from moejax.pipeline import Schedule
-from moejax.placement import ExpertPlacement
+from moejax.placement import ExpertPlacement, choose_slots
 from moejax.rebalance import RebalanceConfig
 from moejax.router import BiasState, Routing, SigmoidBias, Softmax, update_router
 from moejax.stage_layers import StageLayers
@@ -40,12 +41,14 @@ __all__ = [
     "Transformer",
     "TransformerConfig",
     "as_experts",
+    "choose_slots",
     "compiler_options",
     "forecast",
     "grouped_matmul",
     "linen",
     "make_mesh",
     "moe",
+    "num_moved",
     "run_pipeline",
     "update_router",
 ]
