@@ -8,8 +8,8 @@ from layouts import aot
 ODD = {"num_tokens": 300, "num_rows": 1000, "d": 200, "f": 300, "num_groups": 7}
 OLMOE = {"num_tokens": 4096, "num_rows": 32768, "d": 2048, "f": 1024, "num_groups": 8}
 KERNEL = {"pallas_tpu": '"tpu_custom_call"', "pallas_gpu": '"__gpu$xla.gpu.triton"'}
-# Gated half, second half; for the gradients of both: two products for rows and two for weights, and one of each.
-NUM_KERNELS = 8
+# Gated half, second half; for the gradients of both: rows in one, two for weights, and one of each.
+NUM_KERNELS = 7
 
 
 def _compile(target, implementation, dtype, shape):
