@@ -56,20 +56,31 @@ def _text(overlap, **changes):
         return lowered.as_text(), lowered.compile().as_text()
 
 
+def _permuted(lowered):
+    """The result types of the collective permutes in a lowered text, such as "16x4x16xf32"."""
+    return [line.rsplit("tensor<", 1)[1].rstrip(">") for line in lowered.splitlines() if "collective_permute" in line]
+
+
 def test_the_rings_move_what_gather_and_scatter_moved():
-    """Weights twice (the backward lets them come by again) and their gradients once, instead of gathered and reduced whole."""
-    plain, rings = (read(_text(overlap)[1]) for overlap in (False, True))
+    """Weights twice (the backward lets them come by again) and their gradients once, instead of gathered and reduced whole.
+
+    Where forward and backward are one program, a compiler may see that the second round brings what the first one brought:
+    XLA:CPU of jax 0.10 leaves it out for all weights, of 0.12 for those of the first product.
+    """
+    (_, plain), (lowered, rings) = (_text(overlap) for overlap in (False, True))
+    plain, rings = read(plain), read(rings)
     weights = 4 * 3 * 16 * 16 * 8  # bytes of three arrays of 16 experts, 16 x 8, in float32
     assert plain.of_kind("all-gather").payload_bytes == weights
     assert rings.of_kind("all-gather").count == rings.of_kind("reduce-scatter").count == 0
-    assert rings.of_kind("collective-permute").wire_bytes == 2 * weights * 3 // 4
+    asked = sum(4 * np.prod([int(n) for n in kind.split("x")[:-1]]) for kind in _permuted(lowered))
+    assert asked == 3 * weights * 3 // 4
+    assert asked - weights * 3 // 4 <= rings.of_kind("collective-permute").wire_bytes <= asked
     assert rings.dot_flops == plain.dot_flops
 
 
 def test_gradients_go_round_in_float32():
-    lowered = _text(True, dtype="bfloat16")[0]
-    kinds = [line.rsplit("tensor<", 1)[1].rstrip(">") for line in lowered.splitlines() if "collective_permute" in line]
-    assert {kind for kind in kinds if kind.endswith("f32")} == {"16x4x16xf32", "16x8x4xf32"}
+    kinds = _permuted(_text(True, dtype="bfloat16")[0])
+    assert {kind for kind in kinds if kind.endswith("xf32")} == {"16x4x16xf32", "16x8x4xf32"}
     assert {kind for kind in kinds if kind.endswith("bf16")} == {"16x4x16xbf16", "16x8x4xbf16"}
 
 
