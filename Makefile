@@ -5,6 +5,8 @@ PIP_FLAGS := -qq --disable-pip-version-check
 PIP := $(BIN)/python -m pip install $(PIP_FLAGS)
 # Two processes, a file each at a time: compiling, most of the work, keeps one core busy. `PARALLEL=` runs in one.
 PARALLEL ?= -n 2 --dist loadfile
+# Machine code that is not optimised is made in half the time, most of what the quick tests take; `test-full` has it optimised.
+QUICKLY := XLA_FLAGS="$$XLA_FLAGS --xla_backend_optimization_level=0"
 # Compiled programs are kept between runs.
 export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.cache/jax
 export JAX_PERSISTENT_COMPILATION_CACHE_MIN_COMPILE_TIME_SECS ?= 0.2
@@ -15,7 +17,7 @@ demo: .venv/.train
 	$(BIN)/python -m train demo
 
 test: .venv/.test .venv-aot/.aot
-	$(BIN)/python -m pytest -m "not slow" $(PARALLEL) $(PYTEST_ARGS)
+	$(QUICKLY) $(BIN)/python -m pytest -m "not slow" $(PARALLEL) $(PYTEST_ARGS)
 
 test-full: .venv/.test .venv-aot/.aot
 	$(BIN)/python -m pytest --hypothesis-profile=full $(PARALLEL) $(PYTEST_ARGS)

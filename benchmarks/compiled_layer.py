@@ -35,6 +35,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "cells": {},  # in the form that the hardware gets
     "cells, weighed at the token": {"weigh_at": "token", "exchange_by": "device"},
     "pools": {"capacity": "pool"},
+    "ragged": {"exchange": "ragged"},
 }
 TOKENS_A_DEVICE = 4096
 TIMEOUT_SECONDS = 1200  # the longest took 162 s on two idle cores

@@ -10,8 +10,12 @@ from jax.sharding import NamedSharding
 from layouts.errors import InputError
 from layouts.layout import Layout
 from layouts.model import FeedForward, Model, MoE
+from layouts.schedules import make_schedule
+from layouts.tables import Shape
 from layouts.workload import Batch, Recipe
 from moejax import MoEConfig, TransformerConfig
+from moejax.pipeline_step import make_pipeline_step
+from moejax.staged import Pipeline
 from moejax.step import abstract_state, make_train_step
 
 _INPUTS = {"tokens": "int32", "targets": "int32", "segment_ids": "int32", "positions": "int32", "loss_mask": "bool"}
@@ -76,6 +80,24 @@ def _moe(f: MoE, model: Model, layout: Layout, recipe: Recipe, dtype: str) -> Mo
     )
 
 
+def pipeline_of(cfg: TransformerConfig, layout: Layout) -> Pipeline | None:
+    """The pipeline that a layout runs a model in; None without stages.
+
+    Raises:
+      InputError: where its schedule cannot have so many micro-batches, or the model cannot run in one.
+    """
+    if layout.stage == 1:
+        return None
+    try:
+        shape = Shape(layout.stage, layout.num_microbatches, layout.stage_chunks, layout.unit)
+        schedule = make_schedule(layout.schedule, shape)
+        pipeline = Pipeline(schedule, tuple(map(len, layout.part_layers(cfg.num_layers))))
+        pipeline.check(cfg, layout.stage)
+    except ValueError as error:
+        raise InputError(str(error)) from error
+    return pipeline
+
+
 def lower_step(cfg: TransformerConfig, layout: Layout, batch: Batch, devices) -> jax.stages.Lowered:
     """One step of AdamW with clipping, as `python -m train` runs it, on a mesh over these devices."""
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
@@ -83,8 +105,12 @@ def lower_step(cfg: TransformerConfig, layout: Layout, batch: Batch, devices) ->
     rows = NamedSharding(mesh, rules.spec(("batch", None), mesh))
     shape = (batch.sequences, batch.seq)
     with jax.set_mesh(mesh):
-        state = abstract_state(cfg, optimizer, jax.eval_shape(lambda: jax.random.key(0)), rules)
-        step = make_train_step(cfg, optimizer, layout.num_microbatches, rules, layout.microbatch_overlap)
+        pipeline = pipeline_of(cfg, layout)
+        state = abstract_state(cfg, optimizer, jax.eval_shape(lambda: jax.random.key(0)), rules, pipeline)
+        if pipeline is None:
+            step = make_train_step(cfg, optimizer, layout.num_microbatches, rules, layout.microbatch_overlap)
+        else:
+            step = make_pipeline_step(cfg, optimizer, pipeline, rules)
         inputs = {name: jax.ShapeDtypeStruct(shape, kind, sharding=rows) for name, kind in _INPUTS.items()}
         return jax.jit(step, donate_argnums=0).lower(state, inputs)
 

@@ -232,7 +232,8 @@ class Layout:
     def not_runnable(self) -> tuple[str, ...]:
         """What of the layout moejax's executor does not do; empty where it can run it."""
         lacking = {
-            "pipeline stages": self.stage > 1,
+            "micro-batches that walk together in a pipeline": self.stage > 1 and self.microbatch_overlap > 1,
+            "remat 'offload' in a pipeline": self.stage > 1 and self.remat == "offload",
             "a context axis": self.context > 1,
             "experts folded over tensor or context": bool({"tensor", "context"} & {*self.expert_axes}),
             "a hierarchical exchange over one expert axis": self.exchange == "hierarchical" and len(self.expert_axes) < 2,

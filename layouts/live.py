@@ -68,6 +68,49 @@ def _live(name: str, stages: int, chunks: int, microbatches: int, unit: int | No
     return tuple(_most(_of_row(row, table.placement.num_chunks)) for row in table.rows)
 
 
+def waiting(layout: Layout, by_chunk: bool) -> tuple[tuple[Live, ...], ...]:
+    """The same for those whose B is done and whose W is not: what a W needs of its B is held until then.
+
+    Args:
+      layout: the layout.
+      by_chunk: also where W follows B within one op: it begins when the B of the whole chunk is done.
+    """
+    if layout.schedule == "none":
+        return (((0,),),)
+    return _waiting(*_few(layout), by_chunk)
+
+
+def _few(layout: Layout) -> tuple[str, int, int, int, int | None]:
+    """As `_key`, for tables: with few micro-batches."""
+    name, stages, chunks, count, unit = _key(layout)
+    period = unit or 2 * stages
+    return name, stages, chunks, count if count <= period else period + (count % period or period), unit
+
+
+@functools.cache
+def _waiting(name: str, stages: int, chunks: int, microbatches: int, unit: int | None, by_chunk: bool):
+    if name in ("gpipe", "1f1b", "interleaved"):
+        one = tuple(tuple(int(by_chunk and i == chunk) for i in range(chunks)) for chunk in range(chunks))
+        return (_most(iter(one)),) * stages
+    if name == "zb_h1":
+        return tuple(((min(stage + 1, microbatches),),) for stage in range(stages))
+    table = _table(name, stages, chunks, microbatches, unit)
+    return tuple(_most(_waits_of_row(row, table.placement.num_chunks, by_chunk)) for row in table.rows)
+
+
+def _waits_of_row(row: Sequence, num_chunks: int, by_chunk: bool) -> Iterator[Live]:
+    held = [0] * num_chunks
+    yield tuple(held)
+    for cell in row:
+        for op in cell:
+            held[op.chunk] += op.kind == "B"
+        if by_chunk:
+            yield tuple(held)
+        for op in cell:
+            held[op.chunk] -= op.kind == "W"
+        yield tuple(held)
+
+
 def _of_row(row: Sequence, num_chunks: int) -> Iterator[Live]:
     held = [0] * num_chunks
     for cell in row:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from layouts.activations import Cut, Kept, kept_bytes, kept_kinds, tensors
 from layouts.layout import Layout
-from layouts.live import live, placement
+from layouts.live import live, placement, waiting
 from layouts.model import Layer, Model, MoE, norm_params, products
 from layouts.work import expert_rows
 from layouts.workload import Batch, Recipe, check_fit
@@ -132,6 +132,8 @@ def _stage(job: _Job, stage: int) -> StageMemory:
     for part in held:
         for group, count in _part_params(job, part, last).items():
             counts[group] = counts.get(group, 0.0) + count
+    if job.recipe.by_chunk and job.layout.stage > 1:
+        counts |= _tables(job.model, job.layout.tensor, (job.model.tied, True, True))
     layers = {layer for part in held for layer in job.parts[part]}
     terms, *host = _states(job, counts)
     terms["gathered"] = _gathered(job, held, last)
@@ -155,13 +157,18 @@ def _part_params(job: _Job, part: int, last: int) -> dict[str, float]:
     for layer, times in job.parts[part].items():
         for group, count in _layer_counts(model, layer, job.layout).items():
             found[group] = found.get(group, 0.0) + times * count
-    if part == 0:
-        found["embedding"] = model.embedding_params / tensor
+    # Tied tables lie on both ends of a pipeline.
+    found |= _tables(model, tensor, (model.tied and last == 0, part == 0, part == last))
     if part == last:
-        # Tied tables lie on both ends of a pipeline.
-        found["head"] = 0.0 if model.tied and last == 0 else model.head.weights / tensor
         found["norms"] = found.get("norms", 0.0) + model.final_norm_params
     return found
+
+
+def _tables(model: Model, tensor: int, where: tuple[bool, bool, bool]) -> dict[str, float]:
+    """Numbers of embedding and head on one device: (whether they are one table, whether the first is here, and the second)."""
+    one, first, last = where
+    found = {"embedding": model.embedding_params / tensor} if first else {}
+    return found | ({"head": 0.0 if one else model.head.weights / tensor} if last else {})
 
 
 def _layer_counts(model: Model, layer: Layer, layout: Layout) -> dict[str, float]:
@@ -254,7 +261,26 @@ def _activations(job: _Job, stage: int, held: tuple[int, ...]) -> dict[str, floa
     for part, count in zip(held, moment, strict=True):
         for tensor, times in _kept_of_part(job, part):
             found[tensor.name] = found.get(tensor.name, 0.0) + count * times * job.tokens * tensor.bytes_per_token
-    return found
+    if job.layout.stage == 1:
+        return found
+    sizes = [sum(times * _awaited(job, layer) for layer, times in job.parts[part].items()) for part in held]
+    waits = waiting(job.layout, job.recipe.by_chunk)[stage]
+    most = max(sum(n * size for n, size in zip(counts, sizes, strict=True)) for counts in waits)
+    return found | {"weights' gradients wait for": most}
+
+
+def _awaited(job: _Job, layer: Layer) -> float:
+    """What the gradients of a layer's weights need beyond what its forward kept, between its B and its W, for one micro-batch:
+    the gradients of all products' results, and of their operands those that the backward has made again."""
+    cut, results, operands = _cut(job, layer), 0.0, {}
+    for product in products(layer, job.model.d_model):
+        rows = cut.rows if product.group == "experts" else 1.0
+        parts = product.parts(job.layout.expert_tensor if product.group == "experts" else job.layout.tensor)
+        results += rows * product.outer / (parts if product.split == "out" else 1)
+        # Those of a group that divide alike read the same rows.
+        operands[product.group, product.inner, product.split] = rows * product.inner / (parts if product.split == "in" else 1)
+    again = min(job.recipe.compute_bytes * job.tokens * sum(operands.values()), _recomputed(job, layer))
+    return job.recipe.compute_bytes * job.tokens * results + again
 
 
 def _kept_of_part(job: _Job, part: int) -> Iterator[tuple[Kept, int]]:

@@ -55,6 +55,9 @@ class Recipe:
       imbalance: for "exact": rows of the fullest device over the mean.
       loads: for "exact", in place of that: each expert's share of the rows, of any scale; the fullest device is the one
         whose experts have the most.
+      by_chunk: a pipeline's stages work by whole chunks, as moejax's executor does: embedding and head lie on every stage,
+        and what a chunk's W needs of its B waits until all of that B is done. False: ends on the end stages, and B and W
+        of one op go layer by layer.
     """
 
     name: str
@@ -70,6 +73,7 @@ class Recipe:
     capacity_factor: float | None = 1.0
     imbalance: float = 1.0
     loads: tuple[float, ...] = ()
+    by_chunk: bool = False
 
     def __post_init__(self):
         if not self.imbalance >= 1:
@@ -113,7 +117,7 @@ class Recipe:
 
 
 # Parameters and moments in float32, cast to bf16 a layer at a time; XLA's attention keeps probabilities in float32.
-MOEJAX = Recipe("moejax", 4, 2, 4, 0, 8, score_bytes=4, capacity="cell", capacity_factor=1.25)
+MOEJAX = Recipe("moejax", 4, 2, 4, 0, 8, score_bytes=4, capacity="cell", capacity_factor=1.25, by_chunk=True)
 # Megatron-Core: weights in bf16, gradients and master weights in float32, a fused attention kernel, true rows.
 MEGATRON = Recipe("megatron", 2, 2, 4, 4, 8)
 

@@ -75,11 +75,11 @@ class GroupedExperts:
           group_sizes: [e] int32, rows of each expert.
           row_weight: [R] float32; its gradient needs no output to be kept.
         """
-        act = NONLINEARITY[self.activation]
+        weights = self.gate, self.up, self.down
         if self.ring:
-            weights, options = (self.gate, self.up, self.down), {"row_weight": row_weight, "group_sizes": group_sizes}
+            act, options = NONLINEARITY[self.activation], {"row_weight": row_weight, "group_sizes": group_sizes}
             return ring_feed_forward(rows, weights, act, Spread(embed=self.ring), **options)
-        return flat_feed_forward(rows, group_sizes, row_weight, (self.gate, self.up, self.down), act)
+        return flat_feed_forward(rows, group_sizes, row_weight, weights, self.activation)
 
     @property
     def num_experts(self) -> int:

@@ -3,7 +3,9 @@
 e: experts on this shard, r: rows of an expert, d: model width, f: expert width (this shard's part of it).
 """
 
+import dataclasses
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -77,13 +79,35 @@ def _forward(activation, order, rows, weight, into, down):
 def _backward(activation, order, kept, dy):
     if order == "expert_by_expert":
         if dy.ndim == 3:
-            return lax.map(lambda one: _gradients(activation, "activation_first", *one), (kept, dy))
+            return lax.map(lambda one: gradients(activation, "activation_first", *one, BATCHED), (kept, dy))
         order = "activation_first"
-    return _gradients(activation, order, kept, dy)
+    return gradients(activation, order, kept, dy, BATCHED)
 
 
-def _gradients(activation, order, kept, dy):
-    """The gradients of matrices before that of rows: dy, the activation and its gradients are gone when that is made."""
+@dataclasses.dataclass(frozen=True)
+class Products:
+    """The two products that a backward is made of.
+
+    Attributes:
+      outer: (rows [..., a], cotangent [..., b], dtype) -> each expert's rows.T @ cotangent, in `dtype` and summed in no
+        narrower one.
+      back: (cotangents, matrices) -> the sum of each cotangent @ its matrix.T.
+    """
+
+    outer: Callable[..., Array]
+    back: Callable[..., Array]
+
+
+def gradients(activation: str, order: str, kept, dy: Array, products_of: Products):
+    """The gradients of (rows, weight, into, down): of matrices first, so that much is gone when that of rows is made.
+
+    Args:
+      activation: a name from `NONLINEARITY`.
+      order: "one_pass" or "activation_first".
+      kept: (rows, weight, into, down, products), the last those of rows with each of `into`.
+      dy: the gradient of the result.
+      products_of: how rows and matrices are multiplied.
+    """
     rows, weight, into, down, (first, *others) = kept
     # Behind the barrier, so that XLA computes the activation again instead of keeping it from the forward. What has been
     # through one is not overwritten in place (H100), so it holds one of the products.
@@ -91,39 +115,36 @@ def _gradients(activation, order, kept, dy):
     products = (first, *others)
     hidden = hidden_of(activation, products, weight)
     if order == "one_pass":
-        d_hidden = _back(dy, down)
-        d_down = _sum_rows(hidden, dy, down.dtype)
+        d_hidden = products_of.back((dy,), (down,))
+        d_down = products_of.outer(hidden, dy, down.dtype)
     else:
-        d_down = _sum_rows(hidden, dy, down.dtype)
+        d_down = products_of.outer(hidden, dy, down.dtype)
         dy, d_down = lax.optimization_barrier((dy, d_down))
-        d_hidden = _back(dy, down)
+        d_hidden = products_of.back((dy,), (down,))
     d_products, d_weight = d_hidden_of(activation, products, weight, d_hidden)
     d_products, d_weight, d_down = lax.optimization_barrier((d_products, d_weight, d_down))
-    d_into = tuple(_sum_rows(rows, part, matrix.dtype) for part, matrix in zip(d_products, into, strict=True))
+    d_into = tuple(products_of.outer(rows, part, matrix.dtype) for part, matrix in zip(d_products, into, strict=True))
     d_products, d_into = lax.optimization_barrier((d_products, d_into))
-    d_rows = _back(d_products[0], into[0])
-    for part, matrix in zip(d_products[1:], into[1:], strict=True):
-        d_rows, part = lax.optimization_barrier((d_rows, part))
-        d_rows += _back(part, matrix)
-    return d_rows, d_weight, d_into, d_down
+    return products_of.back(d_products, into), d_weight, d_into, d_down
 
 
 _feed_forward.defvjp(_forward, _backward)
 
 
-def _act(activation, *products):
+def act(activation: str, *products: Array) -> Array:
+    """The activation of the products with gate and up, or of the only one."""
     hidden = NONLINEARITY[activation](products[0])
     return hidden * products[1] if len(products) == 2 else hidden
 
 
 def hidden_of(activation, products, weight):
     """weight * act(products), in the dtype of the products."""
-    return weighed(_act(activation, *_wide(products)), weight).astype(products[0].dtype)
+    return weighed(act(activation, *_wide(products)), weight).astype(products[0].dtype)
 
 
 def d_hidden_of(activation, products, weight, d_hidden):
     """The gradients of the products and of the weights, in float32."""
-    hidden, pull = jax.vjp(functools.partial(_act, activation), *_wide(products))
+    hidden, pull = jax.vjp(functools.partial(act, activation), *_wide(products))
     d_hidden = _wide(d_hidden)
     d_products = tuple(weighed(part, weight) for part in pull(d_hidden))
     d_products = tuple(part.astype(products[0].dtype) for part in d_products)
@@ -134,11 +155,21 @@ def _wide(tree):
     return jax.tree.map(lambda leaf: leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32)), tree)
 
 
-def _back(cotangent, matrix):
+def _sum_rows(rows, cotangent, dtype):
+    wide = jnp.promote_types(rows.dtype, dtype)
+    return jnp.matmul(jnp.swapaxes(rows, -1, -2), cotangent, preferred_element_type=wide).astype(dtype)
+
+
+def _back(cotangents, matrices):
+    total = _back_one(cotangents[0], matrices[0])
+    for cotangent, matrix in zip(cotangents[1:], matrices[1:], strict=True):
+        total, cotangent = lax.optimization_barrier((total, cotangent))  # one after the other, so that one is gone
+        total += _back_one(cotangent, matrix)
+    return total
+
+
+def _back_one(cotangent, matrix):
     return cotangent @ jnp.swapaxes(matrix, -1, -2).astype(cotangent.dtype)
 
 
-def _sum_rows(rows, cotangent, dtype):
-    """The gradient of a matrix, [..., r, a] and [..., r, b] -> [..., a, b], in `dtype` and summed in no narrower one."""
-    wide = jnp.promote_types(rows.dtype, dtype)
-    return jnp.matmul(jnp.swapaxes(rows, -1, -2), cotangent, preferred_element_type=wide).astype(dtype)
+BATCHED = Products(_sum_rows, _back)

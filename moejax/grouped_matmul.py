@@ -38,6 +38,13 @@ class Kernel:
     glu: Callable[..., tuple[Array, ...]] | None = None
     joined: Callable[..., Array] | None = None
 
+    def back(self, cotangents, weights, rows: Rows, how: How) -> Array:
+        """[R, K]: the sum of each cotangent [R, N] @ its weights[g].T [G, K, N]; rows without an index."""
+        if len(weights) == 2 and self.joined is not None:
+            return self.joined(cotangents, weights, rows, how)
+        parts = [self.product(dy, w, rows, None, how, transpose=True) for dy, w in zip(cotangents, weights, strict=True)]
+        return functools.reduce(jnp.add, parts)
+
 
 KERNELS = {
     "tiles": Kernel(tiles.product, tiles.outer, tiles.glu),
@@ -246,7 +253,7 @@ def _product_fwd(kernel, how, x, w, scale, rows):
 
 def _product_bwd(kernel, how, residuals, dy):
     x, w, scale, rows = residuals
-    d_rows = _back(kernel, how, x, w, rows, dy)
+    d_rows = _back(kernel, how, x, (w,), rows, (dy,))
     dw = kernel.outer(x, dy, rows, scale, dataclasses.replace(how, dtype=w.dtype))
     # Behind a barrier, so that nothing after this has to keep dy for a gradient of weights that nobody waits for.
     d_rows, dw = lax.optimization_barrier((d_rows, dw))
@@ -259,23 +266,15 @@ def _product_bwd(kernel, how, residuals, dy):
     return _to_x(d_rows, x, rows), dw, d_scale, None
 
 
-def _back(kernel, how, x, w, rows, dy):
-    """The gradient of the rows that the product read."""
+def _back(kernel, how, x, weights, rows, cotangents):
+    """The gradient of the rows that the products read."""
     in_place = dataclasses.replace(rows, index=None)
-    return kernel.product(dy, w, in_place, None, dataclasses.replace(how, dtype=_row_dtype(x)), transpose=True)
+    return kernel.back(cotangents, weights, in_place, dataclasses.replace(how, dtype=_row_dtype(x)))
 
 
 def _row_dtype(x):
     """Of the gradient of rows: numbers of one byte are too coarse to be added up or multiplied again."""
     return x.dtype if x.dtype.itemsize > 1 else wide(x.dtype)
-
-
-def _back_both(kernel, how, x, weights, rows, dy):
-    """The sum of what `_back` gives for each of two products of the same rows."""
-    if kernel.joined is None:
-        return _back(kernel, how, x, weights[0], rows, dy[0]) + _back(kernel, how, x, weights[1], rows, dy[1])
-    in_place = dataclasses.replace(rows, index=None)
-    return kernel.joined(dy, weights, in_place, dataclasses.replace(how, dtype=_row_dtype(x)))
 
 
 def _to_x(d_rows, x, rows):
@@ -305,7 +304,7 @@ def _glu_bwd(kernel, nonlinearity, how, residuals, dy):
     outer = lambda g: kernel.outer(x, g, rows, None, dataclasses.replace(how, dtype=gate.dtype))
     # The weights' gradients first: x is gone when its own gradient is made.
     dy, dw = lax.optimization_barrier(((d_gated, d_plain), (outer(d_gated), outer(d_plain))))
-    return _to_x(_back_both(kernel, how, x, (gate, up), rows, dy), x, rows), *dw, None
+    return _to_x(_back(kernel, how, x, (gate, up), rows, dy), x, rows), *dw, None
 
 
 _glu.defvjp(_glu_fwd, _glu_bwd)

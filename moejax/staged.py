@@ -62,14 +62,19 @@ class Pipeline:
         """Raises ValueError where the model or a mesh of that many stages is not what the pipeline can run."""
         if num_stages != self.schedule.num_stages:
             raise ValueError(f"mesh axis stage of {num_stages} devices: the schedule has {self.schedule.num_stages} stages")
-        if cfg.overlap:
-            raise ValueError("overlap=True: a pipeline's dense feed-forwards are plain products; legal is False")
-        if cfg.remat == "offload":
-            legal = ", ".join(repr(name) for name in REMAT_POLICIES if name != "offload")
-            raise ValueError(f"remat='offload': a pipeline keeps its activations on the device; legal are {legal}")
-        if cfg.moe is not None:
-            _check_experts(cfg.moe)
+        check_staged(cfg)
         self.layers(cfg)
+
+
+def check_staged(cfg: TransformerConfig) -> None:
+    """Raises ValueError for a model that no pipeline can run."""
+    if cfg.overlap:
+        raise ValueError("overlap=True: a pipeline's dense feed-forwards are plain products; legal is False")
+    if cfg.remat == "offload":
+        legal = ", ".join(repr(name) for name in REMAT_POLICIES if name != "offload")
+        raise ValueError(f"remat='offload': a pipeline keeps its activations on the device; legal are {legal}")
+    if cfg.moe is not None:
+        _check_experts(cfg.moe)
 
 
 def _check_experts(moe: MoEConfig) -> None:

@@ -26,6 +26,20 @@ hypothesis.settings.register_profile("full", parent=hypothesis.settings.get_prof
 hypothesis.settings.load_profile("quick")
 
 
+# Mappings of memory that a process may hold before compiled programs are forgotten: Linux allows 65,530, a program of XLA:CPU
+# takes several, and past the limit LLVM fails and takes the process with it.
+MAX_MAPPINGS = 40_000
+MAPPINGS = Path("/proc/self/maps")
+
+
+@pytest.fixture(autouse=True)
+def forgotten_in_time():
+    """Drops jax's compiled programs before a long run of tests holds too many."""
+    yield
+    if MAPPINGS.exists() and len(MAPPINGS.read_text().splitlines()) > MAX_MAPPINGS:
+        jax.clear_caches()
+
+
 def pytest_collection_modifyitems(items):
     """Skips tests marked gpu where there is none."""
     if jax.default_backend() == "gpu":

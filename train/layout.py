@@ -13,9 +13,11 @@ from layouts.search import Problem, describe, search
 from layouts.space import Space
 from layouts.workload import Batch
 from moejax import MoEConfig
-from train.config import TrainConfig, check_config
+from moejax.staged import check_staged
+from train.config import PipelineConfig, TrainConfig, check_config
 from train.distributed import ask_for_devices
 from train.errors import InputError
+from train.stages import make_pipeline
 
 # Candidates of `search` that are tried against the config's own rules before it gives up.
 _TRIES = 20
@@ -52,7 +54,6 @@ def with_layout(cfg: TrainConfig, layout: Layout) -> TrainConfig:
     """
     lacking = [
         *layout.not_runnable(),
-        *(["stages"] if layout.stage > 1 else []),
         *(["excluded devices"] if layout.excluded else []),
     ]
     if lacking:
@@ -66,6 +67,7 @@ def with_layout(cfg: TrainConfig, layout: Layout) -> TrainConfig:
             cfg,
             model=dataclasses.replace(cfg.model, remat=layout.remat, moe=moe),
             mesh=dataclasses.replace(cfg.mesh, **sizes),
+            pipeline=_pipeline(cfg, layout),
             num_microbatches=layout.num_microbatches,
             microbatch_overlap=layout.microbatch_overlap,
         )
@@ -73,16 +75,35 @@ def with_layout(cfg: TrainConfig, layout: Layout) -> TrainConfig:
         raise InputError(f"layout {describe(layout)}: {error}") from error
 
 
+def _pipeline(cfg: TrainConfig, layout: Layout) -> PipelineConfig:
+    """The settings of the layout's stages."""
+    if layout.stage == 1:
+        return PipelineConfig()
+    cuts = tuple(map(len, layout.part_layers(cfg.model.num_layers)))
+    return PipelineConfig(layout.schedule, layout.stage_chunks, layout.unit, cuts=cuts)
+
+
 def problem_of(cfg: TrainConfig) -> Problem:
     """What the cost model is asked: the config's model and batch on the devices at hand."""
     ask_for_devices(cfg.mesh)
     number_format = "fp32" if cfg.model.dtype == "float32" else "bf16"
     space = dataclasses.replace(Space().runnable(), exchanges=_EXCHANGES)
+    if not _can_have_stages(cfg):
+        space = dataclasses.replace(space, axes=tuple(axis for axis in space.axes if axis != "stage"), pipelines=())
     moe = cfg.model.moe
     if moe is not None:
         space = dataclasses.replace(space, codecs=(moe.codec,), exchanges=tuple(_legal(moe)))
     model, batch = model_of(cfg.model), Batch(cfg.seq, cfg.global_batch)
     return Problem(model, batch, parse_cluster("local"), recipe_of(cfg.model), number_format, space=space)
+
+
+def _can_have_stages(cfg: TrainConfig) -> bool:
+    """Whether a pipeline can run the model, under some policy of rematerialisation."""
+    try:
+        check_staged(dataclasses.replace(cfg.model, remat="none"))
+    except ValueError:
+        return False
+    return True
 
 
 def _legal(moe: MoEConfig) -> Iterator[str]:
@@ -102,6 +123,7 @@ def _searched(cfg: TrainConfig, say: Callable[[str], None]) -> TrainConfig:
         try:
             chosen = with_layout(cfg, found.layout)
             check_config(chosen)
+            make_pipeline(chosen)
         except InputError as error:
             refused = str(error)
             continue

@@ -84,7 +84,7 @@ def _through_pools(x, plan, experts, wire: Wire, places: _Places, num_experts: i
         # [n, L], of all parts: the destination's bound is one.
         arrived = checkpoint_name((places.swap(plan.local_expert), places.swap(pair_weight)), "moe/dispatch")
         rows = places.each(row_plans, arrived[0])
-        sent = places.each(lambda x, plan: cut.split_rows(spread(x, *_sent_rows(plan)), n), x, plan)
+        sent = places.each(lambda x, plan: cut.split_rows(spread(x, *_sent_rows(plan), True), n), x, plan)
         received = [checkpoint_name(cross(part), "moe/dispatch") for part in sent]  # [n, M_p, d]
         weights = places.each(cut.split_pairs, arrived[1])
     landed = zip(received, weights, rows, strict=True)
@@ -92,7 +92,7 @@ def _through_pools(x, plan, experts, wire: Wire, places: _Places, num_experts: i
     with jax.named_scope("moe/combine"):
         back = [checkpoint_name(cross(part), "moe/combine") for part in partial]
         joined = lambda parts: jnp.concatenate([part.reshape(-1, d) for part in parts])
-        y = places.each(lambda back, plan: gather_sum(joined(back), *_sent_rows(plan)), back, plan)
+        y = places.each(lambda back, plan: gather_sum(joined(back), *_sent_rows(plan), True), back, plan)
     return y, jnp.stack([part.group_sizes.sum() for part in rows]).sum()
 
 
@@ -110,9 +110,9 @@ def _sent_rows(plan):
 def _through_experts(experts, received, pair_weight, rows):
     """Received rows [n, M_p, d] and pairs' weights [n, L_p] -> each row's weighted sum over its experts here."""
     with jax.named_scope("moe/dispatch"):
-        inside = spread(received, rows.source, rows.rows)  # [R, d]
+        inside = spread(received, rows.source, rows.rows, True)  # [R, d]
         row_weight = spread(pair_weight, rows.cell, (jnp.concatenate(rows.rows, 1),))
     with jax.named_scope("moe/experts"):
         out = checkpoint_name(experts.flat(inside, rows.group_sizes, row_weight), "moe/experts")
     with jax.named_scope("moe/combine"):
-        return gather_sum(out, rows.source, rows.rows)
+        return gather_sum(out, rows.source, rows.rows, True)

@@ -170,7 +170,11 @@ def test_uneven_parts():
     ("layout", "reasons"),
     [
         (Layout(data=2, expert=4, remat="full"), ()),
-        (Layout(stage=2, schedule="gpipe"), ("pipeline stages",)),
+        (Layout(stage=2, schedule="gpipe", num_microbatches=4), ()),
+        (
+            Layout(stage=2, schedule="gpipe", num_microbatches=4, microbatch_overlap=2, remat="offload"),
+            ("micro-batches that walk together in a pipeline", "remat 'offload' in a pipeline"),
+        ),
         (Layout(context=2), ("a context axis",)),
         (Layout(tensor=2, expert_axes=("expert", "tensor")), ("experts folded over tensor or context",)),
         (Layout(remat="selective", sequence=True), ("sequence parallelism", "remat 'selective'")),

@@ -10,7 +10,7 @@ from layouts.activations import Cut, kept_bytes, tensors
 from layouts.errors import InputError
 from layouts.hardware import chips
 from layouts.layout import REMATS, SCHEDULES, Layout
-from layouts.live import live, placement
+from layouts.live import live, placement, waiting
 from layouts.memory import memory
 from layouts.model import Attention, FeedForward, Layer, Model, MoE
 from layouts.presets import load_model
@@ -236,6 +236,22 @@ def test_what_is_in_flight_is_what_the_table_says(schedule):
         assert placement(layout) == table.placement
         held = [max(map(sum, moments)) * table.placement.chunk_share for moments in live(layout)]
         assert held == list(table.peak_activations()), (stages, count)
+        for by_chunk in (False, True):
+            counts = [max(map(sum, _waits(row, table.placement.num_chunks, by_chunk))) for row in table.rows]
+            assert [max(map(sum, moments)) for moments in waiting(layout, by_chunk)] == counts, (stages, count, by_chunk)
+
+
+def _waits(row, num_chunks, by_chunk):
+    """Chunk by chunk, at each op, how many are between B and W: before the op's W, or after it."""
+    counts = [0] * num_chunks
+    yield tuple(counts)
+    for cell in row:
+        ends = [op.chunk for op in cell if op.kind == "W"]
+        for op in cell:
+            counts[op.chunk] += op.kind == "B"
+        after = [count - ends.count(chunk) for chunk, count in enumerate(counts)]
+        yield tuple(counts if by_chunk else after)
+        counts = after
 
 
 @hypothesis.given(st.integers(2, 5), st.integers(1, 3), st.integers(1, 24))
@@ -289,7 +305,8 @@ def test_both_ways_hold_two_copies():
     st.sampled_from([MEGATRON, MOEJAX]),
 )
 def test_stages_hold_all_parameters(schedule, remat, fsdp, recipe):
-    """Over stages, fsdp and experts each number is stored once, but norms and routers on every device of its stage."""
+    """Over stages, fsdp and experts each number is stored once, but norms and routers on every device of its stage, and where
+    stages work by chunks embedding and head on every stage."""
     model = load_model("qwen3-30b-a3b")
     chunks = 2 if schedule in ("zeropp", "interleaved") else 1
     layout = Layout(stage=4, schedule=schedule, stage_chunks=chunks, expert=2, fsdp=fsdp, remat=remat, num_microbatches=8)
@@ -298,7 +315,8 @@ def test_stages_hold_all_parameters(schedule, remat, fsdp, recipe):
     for stage in stages:
         for group, size in stage.terms["parameters"].items():
             shards = {"experts": 2 * fsdp, "norms": 1, "router": 1}.get(group, fsdp)
-            stored += size * shards / recipe.param_bytes
+            copies = 4 if recipe.by_chunk and group in ("embedding", "head") else 1
+            stored += size * shards / copies / recipe.param_bytes
         assert stage.total_bytes == pytest.approx(sum(sum(parts.values()) for parts in stage.terms.values()))
         assert all(size >= 0 for parts in stage.terms.values() for size in parts.values())
     assert stored == pytest.approx(model.params_total, rel=1e-12)

@@ -18,6 +18,7 @@ from layouts.model import Attention, Layer, Model, MoE
 from layouts.presets import load_model, model_from_json, model_of, recipe_of
 from layouts.search import Problem
 from layouts.workload import MOEJAX, Batch
+from tests.layouts.test_aot import needs_compilers
 
 FLOAT32 = dataclasses.replace(MOEJAX, compute_bytes=4)
 SMALL = Model("small", 64, 128, (Layer(Attention(4, 4, 16, 16, qk_norm="head"), MoE(8, 2, 32)),) * 2, tied=True)
@@ -106,6 +107,26 @@ def test_all_steps_are_as_predicted(tmp_path, capsys):
         print(f" {len(LAYOUTS)} layouts: collectives exact; memory off by {p90:.1%} at the 90th percentile", end="")
     assert len(LAYOUTS) >= 30
     assert p90 <= 0.10
+
+
+def test_a_pipelined_step_is_proved():
+    problem = Problem(load_model("demo"), Batch(256, 32), parse_cluster("cpu:8"), FLOAT32, "fp32")
+    layout = Layout(data=2, stage=2, expert=2, schedule="1f1b", num_microbatches=4)
+    proof = verify.prove(problem, layout)
+    assert proof.passed, proof.words
+    assert [check.name for check in proof.checks] == ["peak bytes", "all-reduce", "all-to-all", "collective-permute"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", [("1f1b", 1), ("interleaved", 2), ("zb_h1", 1), ("zeropp", 2)], ids=str)
+def test_a_pipelines_peak_on_h100_is_as_predicted(schedule):
+    """A W that waits holds gigabytes of what its B made."""
+    needs_compilers("h100:1x8")
+    name, chunks = schedule
+    layout = Layout(stage=4, expert=2, schedule=name, stage_chunks=chunks, num_microbatches=8, remat="full")
+    problem = Problem(load_model("qwen3-30b-a3b"), Batch(2048, 32), parse_cluster("h100:1x8"), MOEJAX, "bf16")
+    peak = verify.prove(problem, layout).checks[0]
+    assert (peak.name, peak.agrees) == ("peak bytes", True), peak
 
 
 def test_what_json_carries():

@@ -36,7 +36,8 @@ class Crossings:
         self.products["all"] = self._products("")
 
     def _products(self, where):
-        matches = lambda i: i.base_op in PRODUCTS and scope(i).startswith(where)
+        # A gather may stand there as a custom call too.
+        matches = lambda i: i.base_op in PRODUCTS and scope(i).startswith(where) and hlo.works(self.module, i)
         return [i for i in self.where if any(matches(inner) for inner in self._inside(i))]
 
     def _inside(self, instruction):

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from layouts import hlo
 from moejax.experts import GATED
-from moejax.feed_forward import NONLINEARITY
 from moejax.flat_feed_forward import flat_feed_forward
 from tests.moejax.grid import assert_close
 
@@ -28,24 +27,20 @@ def _draw(gated, dtype="float32") -> tuple[Any, ...]:
     return normal(R, D), weight, (normal(G, D, F) if gated else None, normal(G, D, F), normal(G, F, D)), normal(R, D)
 
 
-def _of(activation, *, composed=False):
+def _of(activation, composed_of=None):
     """(rows, weight, matrices, cotangent, group sizes) -> the output and the gradients, compiled."""
-    act = NONLINEARITY[activation]
-
     def run(rows, weight, matrices, cotangent, sizes):
-        y, pull = jax.vjp(lambda *args: flat_feed_forward(args[0], sizes, *args[1:], act), rows, weight, matrices)
+        y, pull = jax.vjp(lambda *args: flat_feed_forward(args[0], sizes, *args[1:], activation), rows, weight, matrices)
         return y, pull(cotangent)
 
-    if not composed:
+    if composed_of is None:
         return jax.jit(run)
     with pytest.MonkeyPatch.context() as patch:
-        module = importlib.import_module("moejax.flat_feed_forward")
-        patch.setattr(module, "default_implementation", lambda *_: "reference")
-        patch.setattr(importlib.import_module("moejax.grouped_matmul"), "choose", lambda *_: "ragged_dot")
+        patch.setattr(importlib.import_module("moejax.grouped_matmul"), "choose", lambda *_: composed_of)
         return jax.jit(run).lower(*_draw(activation in GATED), jnp.zeros(G, jnp.int32)).compile()
 
 
-RUNS = {activation: (_of(activation), _of(activation, composed=True)) for activation in ("swiglu", "relu2")}
+RUNS = {activation: (_of(activation), _of(activation, "ragged_dot")) for activation in ("swiglu", "relu2")}
 
 
 @pytest.mark.parametrize("activation", RUNS)
@@ -62,6 +57,16 @@ def test_outputs_and_gradients_are_the_composition_of_grouped_products(activatio
     for matrix in jax.tree.leaves(got[1][2]):
         assert not np.asarray(matrix)[np.asarray(sizes) == 0].any(), "an expert without rows has a gradient of zeros"
     assert not np.asarray(got[0])[ends[-1] :].any()
+
+
+@pytest.mark.parametrize("kernel", ["pallas_tpu", "pallas_gpu"])
+@pytest.mark.parametrize("activation", RUNS)
+def test_the_pallas_kernels_make_the_same(kernel, activation):
+    rows, *rest = _draw(activation in GATED)
+    sizes = jnp.asarray([R // 2, 0, 3, 100, 60], jnp.int32)
+    poisoned = rows.at[R // 2 + 163 :].set(jnp.nan), rest[0].at[R // 2 + 163 :].set(jnp.nan)
+    got, want = (run(*poisoned, *rest[1:], sizes) for run in (_of(activation, kernel), RUNS[activation][0]))
+    assert_close(got, want)
 
 
 def test_bfloat16_is_near_float32():
@@ -92,5 +97,5 @@ def test_nothing_of_the_experts_width_is_made_for_all_rows_but_what_is_kept():
         one for one in entry if one.type_text.startswith(f"f32[{R},{F}]") and one.op not in ("get-tuple-element", "bitcast")
     ]
     assert len(wide) == 2, [one.name for one in wide]
-    forward = jax.jit(lambda x, w, m, s: flat_feed_forward(x, s, w, m, jax.nn.silu)).lower(*arguments[:3], arguments[4])
+    forward = jax.jit(lambda x, w, m, s: flat_feed_forward(x, s, w, m, "swiglu")).lower(*arguments[:3], arguments[4])
     assert f"f32[{R},{F}]" not in str(forward.compile().as_text())

@@ -7,9 +7,11 @@ import pytest
 
 from layouts.layout import Layout
 from train.__main__ import main
+from train.config import PipelineConfig
 from train.configs import get_config
 from train.errors import InputError
 from train.layout import laid_out, problem_of, resolved
+from train.stages import make_pipeline
 
 DEMO = get_config("demo")
 
@@ -29,6 +31,23 @@ def test_a_layouts_file(tmp_path):
     assert cfg.mesh == dataclasses.replace(DEMO.mesh, data=2, expert=2, tensor=2)
     assert (cfg.model.remat, cfg.model.moe.exchange, cfg.num_microbatches) == ("full", "all_gather", 2)
     assert dataclasses.replace(cfg, mesh=DEMO.mesh, num_microbatches=1, model=DEMO.model) == DEMO
+
+
+def test_a_layout_of_stages(tmp_path):
+    pipe = {"schedule": "zeropp", "stage_chunks": 2, "unit": 4, "num_microbatches": 8}
+    deeper = dataclasses.replace(DEMO, model=dataclasses.replace(DEMO.model, num_layers=4))
+    cfg = laid_out(deeper, written(tmp_path, mesh={"stage": 2, "expert": 2}, **pipe), print)
+    assert (cfg.mesh.stage, cfg.mesh.expert, cfg.num_microbatches) == (2, 2, 8)
+    assert cfg.pipeline == PipelineConfig("zeropp", 2, 4, cuts=(1, 1, 1, 1))
+    schedule = make_pipeline(cfg).schedule
+    assert (schedule.num_stages, schedule.num_microbatches) == (2, 8)
+
+
+@pytest.mark.parametrize(("changes", "can"), [({}, True), ({"loss_scope": "batch"}, False), ({"jitter": 0.1}, False)])
+def test_a_search_proposes_stages_where_the_model_can_have_them(changes, can):
+    model = dataclasses.replace(DEMO.model, moe=dataclasses.replace(DEMO.model.moe, **changes))
+    space = problem_of(dataclasses.replace(DEMO, model=model)).space
+    assert ("stage" in space.axes, bool(space.pipelines)) == (can, can)
 
 
 def test_the_search_for_the_devices_at_hand():
@@ -51,6 +70,8 @@ def test_auto_asks_the_cost_model():
 @pytest.mark.parametrize(
     ("layout", "message"),
     [
+        ({"mesh": {"stage": 8}, "schedule": "1f1b", "num_microbatches": 8}, "the model has 2 layers"),
+        ({"mesh": {"stage": 2}, "schedule": "gpipe", "remat": "offload"}, "remat 'offload' in a pipeline"),
         ({"mesh": {"context": 2}}, "the trainer does not run a context axis"),
         ({"mesh": {"data": 3}}, "global_batch / num_microbatches=16 is not divisible by mesh axis data"),
         ({"mesh": {"data": 2}, "excluded": [1]}, "the trainer does not run excluded devices"),
