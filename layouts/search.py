@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from layouts.activations import kept_kinds
-from layouts.bounds import Bounds, Choices, Crossing, Rows
+from layouts.bounds import Bounds, Choices, Crossing
 from layouts.cost import Cost, Efficiency, Job, cost, stage_rest
 from layouts.cuts import Stages, best_cuts
 from layouts.errors import InfeasibleError, InputError
@@ -23,6 +23,7 @@ from layouts.layout import Layout
 from layouts.memory import CODEC_BYTES, Memory, memory, stage_with
 from layouts.model import Model
 from layouts.space import Mesh, Option, Plan, Space, applies, layout_of, meshes, options, plans, policy
+from layouts.step_bounds import Rows
 from layouts.workload import Batch, Recipe
 
 OBJECTIVES = ("step_time", "latency", "throughput", "cost")
@@ -230,7 +231,7 @@ class _Search:
             if len(index):
                 self._count(index)
                 where = np.full(len(index), number)
-                value = self._value(self.bounds.rows(index, where, fastest))
+                value = self._value(Rows(self.bounds, index, where, fastest))
                 found.append((index, where, value.min(axis=(0, 1))))
         if not found:
             return np.zeros(0, int), np.zeros(0, int), np.zeros(0)
@@ -290,7 +291,7 @@ class _Search:
 
     def _could(self, mesh: np.ndarray, plan: np.ndarray, choices: Choices) -> tuple[np.ndarray, np.ndarray]:
         """Bounds of the objective [R,P,n], and whether they and the memory's leave hope."""
-        rows = self.bounds.rows(mesh, plan, choices)
+        rows = Rows(self.bounds, mesh, plan, choices)
         value = self._value(rows)
         room = (rows.peak_bytes() <= self.problem.limit_bytes) & (rows.host_bytes() <= host_room(self.problem))
         return value, room & (value < self._bars(mesh))
@@ -426,7 +427,7 @@ def leanest(problem: Problem, tries: int = 64) -> tuple[float, Layout]:
     choices = dataclasses.replace(whole.choices, remats=(least,))
     found: list[tuple[float, int]] = []
     for at in range(0, len(mesh), _LATER):
-        rows = whole.bounds.rows(mesh[at : at + _LATER], plan[at : at + _LATER], choices)
+        rows = Rows(whole.bounds, mesh[at : at + _LATER], plan[at : at + _LATER], choices)
         held = np.where(rows.host_bytes() <= host_room(problem), rows.peak_bytes(), math.inf)
         found += zip(held.min(axis=(0, 1)).tolist(), range(at, at + held.shape[-1]), strict=True)
     best = (math.inf, Layout())

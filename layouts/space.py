@@ -247,14 +247,11 @@ def layout_of(mesh: Mesh, plan: Plan, option: Option, **fields: Any) -> Layout:
 def every_layout(space: Space, model: Model, batch: Batch, recipe: Recipe, num_devices: int) -> Iterator[Layout]:
     """All layouts of the space, one by one: for small problems, and as the meaning of a search."""
     for mesh in meshes(space, model, batch, num_devices):
-        stage = mesh.layout.stage
-        for plan in plans(space, model, stage, batch.sequences // mesh.layout.batch_shards):
-            if not plan_fits(mesh, plan, batch):
-                continue
-            for option in options(space, model, recipe):
-                if applies(mesh, plan, option):
-                    for cuts in _cuts(space, plan, len(model.layers)):
-                        yield layout_of(mesh, plan, option, cuts=cuts)
+        for plan in plans(space, model, mesh.layout.stage, batch.sequences // mesh.layout.batch_shards):
+            if plan_fits(mesh, plan, batch):
+                chosen = [option for option in options(space, model, recipe) if applies(mesh, plan, option)]
+                pairs = itertools.product(chosen, _cuts(space, plan, len(model.layers)))
+                yield from (layout_of(mesh, plan, option, cuts=cuts) for option, cuts in pairs)
 
 
 def _cuts(space: Space, plan: Plan, num_layers: int) -> Iterator[tuple[int, ...] | None]:

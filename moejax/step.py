@@ -145,32 +145,11 @@ def make_train_step(
       tokens_per_expert [layers, E] and dropped [layers].
     """
     check_microbatches(num_microbatches, microbatch_overlap)
-    graphdef = _abstract_model(cfg, rules)[0]
-    walk = _Walk(cfg, graphdef, num_microbatches, microbatch_overlap, seed)
-
-    def loss_fn(params, router, batches, num_targets):
-        found = []
-        for loss_sum, _, stats in _forward(graphdef, params, router, *batches):
-            loss = loss_sum / num_targets * num_microbatches
-            found.append((loss + (stats.loss(cfg.moe) if stats is not None else 0.0), loss, stats))
-        return jnp.stack([total for total, _, _ in found]).sum(), jax.tree.map(lambda *leaves: jnp.stack(leaves), *found)
+    walk = _Walk(cfg, _abstract_model(cfg, rules)[0], num_microbatches, microbatch_overlap, seed)
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        num_targets = jnp.maximum(batch["loss_mask"].sum(), 1)
-        parts = split_batch(batch, num_microbatches, microbatch_overlap)
-        turns = parts, jnp.arange(num_microbatches // microbatch_overlap)
-        counts = walk.count(state, turns)
-
-        def one(grads, turn):
-            batches = turn[0], walk.contexts(state.step, turn[1], counts)
-            value_and_grad = jax.value_and_grad(loss_fn, has_aux=True)
-            (_, found), more = value_and_grad(state.params, state.router, batches, num_targets)
-            return jax.tree.map(jnp.add, grads, more), found
-
-        zeros = jax.tree.map(jnp.zeros_like, state.params)
-        grads, found = lax.scan(one, zeros, turns)
-        total, loss, stats = jax.tree.map(lambda leaf: leaf.reshape(num_microbatches, *leaf.shape[2:]), found)
-        grads = count_once(jax.tree.map(lambda grad: grad / num_microbatches, grads), state.router)
+        (total, loss, stats), grads = walk.gradients(state, batch)
+        grads = count_once(grads, state.router)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
         params, opt_state = (copy_to_replicas(tree, state.router, rules) for tree in (params, opt_state))
@@ -196,6 +175,31 @@ class _Walk:
     num_microbatches: int
     overlap: int
     seed: int
+
+    def gradients(self, state: TrainState, batch: Batch) -> tuple[tuple[Array, Array, RoutingStats | None], Any]:
+        """(total losses, losses, stats) of each micro-batch [num_microbatches], and the mean of their gradients."""
+        num = self.num_microbatches
+        num_targets = jnp.maximum(batch["loss_mask"].sum(), 1)
+        turns = split_batch(batch, num, self.overlap), jnp.arange(num // self.overlap)
+        counts = self.count(state, turns)
+
+        def one(grads, turn):
+            batches = turn[0], self.contexts(state.step, turn[1], counts)
+            value_and_grad = jax.value_and_grad(self.loss, has_aux=True)
+            (_, found), more = value_and_grad(state.params, state.router, batches, num_targets)
+            return jax.tree.map(jnp.add, grads, more), found
+
+        grads, found = lax.scan(one, jax.tree.map(jnp.zeros_like, state.params), turns)
+        found = jax.tree.map(lambda leaf: leaf.reshape(num, *leaf.shape[2:]), found)
+        return found, jax.tree.map(lambda grad: grad / num, grads)
+
+    def loss(self, params, router, batches, num_targets):
+        """The summed total loss of a turn's micro-batches; and (total losses, losses, stats), a row each."""
+        found = []
+        for loss_sum, _, stats in _forward(self.graphdef, params, router, *batches):
+            loss = loss_sum / num_targets * self.num_microbatches
+            found.append((loss + (stats.loss(self.cfg.moe) if stats is not None else 0.0), loss, stats))
+        return jnp.stack([total for total, _, _ in found]).sum(), jax.tree.map(lambda *leaves: jnp.stack(leaves), *found)
 
     def contexts(self, step, turn, counts: BatchCounts | None) -> list[RoutingContext]:
         """Of the micro-batches of a turn."""

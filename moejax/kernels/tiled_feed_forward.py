@@ -6,6 +6,7 @@ of them empty under skew. Here a step sees the rows of a tile, while they are st
 G: groups (experts), R: rows, K: model width, N: expert width. Helpers of tiles: `moejax.kernels.tiles`.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 
 import jax
@@ -90,8 +91,9 @@ def backward(
             parts, sums = _tile_gradients(here, x, (first, last), (scale, products, dy), act, how)
             return tuple(put(y, part, inside, at) for y, part in zip(carry[0], parts, strict=True)), put_sums(carry[1], sums)
 
-        begin = lambda *args: tile(*args, lambda _, sums: sums)
-        add = lambda *args: tile(*args, lambda totals, sums: tuple(a + b for a, b in zip(totals, sums, strict=True)))
+        both = lambda totals, sums: tuple(a + b for a, b in zip(totals, sums, strict=True))
+        begin = functools.partial(tile, put_sums=lambda _, sums: sums)
+        add = functools.partial(tile, put_sums=both)
         gradients, totals = carry
         own = tuple(zeros(w.shape, wide(common(x.dtype, dy.dtype)), dy, 1) for w in (*first, last))
         here = heights(OUTER_HEIGHTS, rows.num_rows)

@@ -24,6 +24,7 @@ from layouts.schedules import make_schedule
 from layouts.search import Problem, fits, leanest, search
 from layouts.simulate import Costs, simulate
 from layouts.space import Mesh, Space, applies, every_layout, layout_of, meshes, options, plan_fits, plans
+from layouts.step_bounds import Rows
 from layouts.tables import Shape
 from layouts.workload import MEGATRON, MOEJAX, Batch, check_fit, divides
 
@@ -135,7 +136,7 @@ def test_bounds_are_bounds(name, cluster, recipe):
             continue
         tried += 1
         alone = Choices((option.remat,), (option.policy,), ((option.exchange, option.codec, option.num_chunks),))
-        rows = bounds.rows(np.array([mesh]), np.array([plan]), alone)
+        rows = Rows(bounds, np.array([mesh]), np.array([plan]), alone)
         layout = layout_of(found[mesh], every[plan], option)
         exact = (cost(problem.job(layout)), memory(model, layout, batch, recipe).peak_bytes)
         for bound, figure in zip((rows.step_seconds(), rows.peak_bytes()), (exact[0].step_seconds, exact[1]), strict=True):
