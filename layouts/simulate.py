@@ -73,9 +73,12 @@ _FIELDS = ("forward", "backward", "weight", "gather", "reduce", "pair")
 
 
 def _check_cost(name: str, value: PerStage) -> None:
-    values = value if isinstance(value, Sequence) else (value,)
-    if not all(isinstance(v, int | float) and math.isfinite(v) and v >= 0 for v in values):
+    if not all(map(_at_least_0, value if isinstance(value, Sequence) else (value,))):
         raise ValueError(f"costs {name}={value!r}: needs a number of at least 0, or one a stage")
+
+
+def _at_least_0(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value) and value >= 0
 
 
 def _normalised(sizes: Sequence[float] | None, num_parts: int) -> Sequence[float]:
@@ -144,6 +147,24 @@ class Message:
 
 
 @dataclasses.dataclass(frozen=True)
+class HeldBytes:
+    """What one micro-batch holds on a mean full stage until its W is done.
+
+    Attributes:
+      forward_bytes: from F on: its activations.
+      backward_bytes: from B on, besides: gradients of the products' results, and operands that B has made again.
+    """
+
+    forward_bytes: float
+    backward_bytes: float
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            if not _at_least_0(value := getattr(self, field.name)):
+                raise ValueError(f"held {field.name}={value!r}: needs a number of at least 0")
+
+
+@dataclasses.dataclass(frozen=True)
 class Simulation:
     """A schedule in time.
 
@@ -153,6 +174,7 @@ class Simulation:
       events: in no particular order.
       messages: what crossed stages.
       peak_activations: the most each stage held at a time, in micro-batches of a mean full stage, held until W.
+      peak_waiting: likewise the most whose B was done and whose W was not: what B made for W is held until then.
     """
 
     schedule: Schedule
@@ -160,6 +182,7 @@ class Simulation:
     events: tuple[Event, ...]
     messages: tuple[Message, ...]
     peak_activations: tuple[float, ...]
+    peak_waiting: tuple[float, ...]
 
     @property
     def makespan(self) -> float:
@@ -192,6 +215,11 @@ class Simulation:
         pairs = zip(self.spans, self.busy, strict=True)
         return max(0.0, *(1 - busy / (end - start) for (start, end), busy in pairs if end > start))
 
+    def peak_bytes(self, held: HeldBytes) -> tuple[float, ...]:
+        """The most bytes each stage holds at a time: activations, and what W waits for besides, at the same moment."""
+        shares = self.costs.at(self.schedule.placement).activations
+        return _peaks(self.schedule, shares, {"F": held.forward_bytes, "B": held.backward_bytes})
+
     def figures(self) -> dict[str, Any]:
         """What the JSON file and the printed table give."""
         sent = [sum(m.source == r for m in self.messages) for r in range(self.schedule.num_stages)]
@@ -200,6 +228,7 @@ class Simulation:
             "bubble_makespan": _clean(self.bubble_makespan),
             "bubble_span": _clean(self.bubble_span),
             "peak_activations": [_clean(peak) for peak in self.peak_activations],
+            "peak_waiting": [_clean(peak) for peak in self.peak_waiting],
             "gathers": list(self.schedule.count("gather")),
             "reduces": list(self.schedule.count("reduce")),
             "transfers": sent,
@@ -224,8 +253,8 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
     clock = _Clock(schedule, costs or Costs())
     for stage, k in schedule.order:
         clock.run(stage, k)
-    peaks = _peaks(schedule, clock.at.activations)
-    return Simulation(schedule, clock.costs, tuple(clock.events), tuple(clock.messages), peaks)
+    peaks = [_peaks(schedule, clock.at.activations, {kind: 1.0}) for kind in ("F", "B")]
+    return Simulation(schedule, clock.costs, tuple(clock.events), tuple(clock.messages), *peaks)
 
 
 class _Clock:
@@ -312,13 +341,14 @@ def _in_turn(stage: int, k: int, ops: list[Op], span: tuple[float, float], at: C
     return events
 
 
-def _peaks(schedule: Schedule, activations: list[list[float]]) -> tuple[float, ...]:
+def _peaks(schedule: Schedule, shares: list[list[float]], held: dict[str, float]) -> tuple[float, ...]:
+    """The most that each stage holds: an op of a kind in `held` adds as much as that says, which stays until its W is done."""
     peaks = []
-    for row, sizes in zip(schedule.rows, activations, strict=True):
+    for row, sizes in zip(schedule.rows, shares, strict=True):
         live = peak = 0.0
         for cell in row:
-            live += sum(sizes[op.chunk] for op in cell if op.kind == "F")
+            live += sum(held[op.kind] * sizes[op.chunk] for op in cell if op.kind in held)
             peak = max(peak, live)
-            live -= sum(sizes[op.chunk] for op in cell if op.kind == "W")
+            live -= sum(sum(held.values()) * sizes[op.chunk] for op in cell if op.kind == "W")
         peaks.append(_clean(peak))
     return tuple(peaks)

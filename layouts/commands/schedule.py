@@ -135,6 +135,7 @@ def _report(simulation: Simulation) -> list[str]:
 
 _PER_STAGE = {
     "peak_activations": "live micro-batches, a stage",
+    "peak_waiting": "of these between B and W, a stage",
     "gathers": "gathers, a stage",
     "reduces": "reduces, a stage",
     "transfers": "transfers sent, a stage",

@@ -63,7 +63,9 @@ def test_a_file_goes_in_again(tmp_path, capsys):
 
 def test_auto_within_a_cap(capsys):
     assert run("auto", *FOUR_BY_EIGHT, "--chunks", "1", "--max-activations", "4,3,2,1", "--send", "0.1") == 0
-    assert "live micro-batches, a stage       4 3 2 1" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "live micro-batches, a stage       4 3 2 1" in said
+    assert "of these between B and W, a stage 1 1 1 1" in said
 
 
 @pytest.mark.parametrize(

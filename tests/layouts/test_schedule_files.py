@@ -29,6 +29,7 @@ def test_json_has_the_figures_and_times(tmp_path):
     assert found["bubble_makespan"] == pytest.approx(9 / 33)
     assert found["bubble_span"] == pytest.approx(9 / 33)
     assert found["peak_activations"] == [4, 3, 2, 1]
+    assert found["peak_waiting"] == [1, 1, 1, 1]
     assert found["gathers"] == [1, 1, 1, 1]
     assert found["ops"][3][1:4] == [
         {"cell": 1, "op": "F", "chunk": 0, "microbatch": 0, "start": 3, "end": 4},

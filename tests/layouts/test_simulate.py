@@ -3,7 +3,7 @@
 import pytest
 
 from layouts.schedules import Shape, make_schedule
-from layouts.simulate import Costs, simulate
+from layouts.simulate import Costs, HeldBytes, simulate
 from moejax.pipeline import Op, Placement, Schedule
 
 
@@ -99,6 +99,32 @@ def test_unlike_parts():
     found = simulate(schedule, Costs(part_sizes=(1, 3)))
     assert found.busy == (4 * 3 * 0.5, 4 * 3 * 1.5)
     assert found.peak_activations == (2 * 0.5, 1.5)
+
+
+def test_what_waits_for_w_by_hand():
+    """1f1b's W follows its B at once; two stages of zb_h2 hold 1 and 3 at M = 3 (F F F B W B W B W; F B F B F B W W W)."""
+    assert simulate(make_schedule("1f1b", Shape(2, 3))).peak_waiting == (1, 1)
+    found = simulate(make_schedule("zb_h2", Shape(2, 3)))
+    assert (found.peak_activations, found.peak_waiting) == ((3, 3), (1, 3))
+    assert found.peak_bytes(HeldBytes(10, 4)) == (3 * 10 + 4, 3 * 10 + 3 * 4)
+    assert found.peak_bytes(HeldBytes(1, 0)) == found.peak_activations
+    assert found.peak_bytes(HeldBytes(0, 1)) == found.peak_waiting
+
+
+def test_the_fullest_moment_of_both_is_not_that_of_each():
+    """One stage: three forwards and their fused backwards, then two forwards and Bs, then both Ws."""
+    ops = "F0 F1 F2 B0 W0 B1 W1 B2 W2 F3 F4 B3 B4 W3 W4".split()
+    table = Schedule("two heaps", 5, 5, Placement.loop(1, 1), (tuple((Op(word[0], 0, int(word[1])),) for word in ops),))
+    found = simulate(table)
+    assert (found.peak_activations, found.peak_waiting) == ((3,), (2,))
+    assert found.peak_bytes(HeldBytes(10, 4)) == (3 * 10 + 4,)  # at B0
+    assert found.peak_bytes(HeldBytes(10, 14)) == (2 * 10 + 2 * 14,)  # at B4
+
+
+@pytest.mark.parametrize("held", [{"forward_bytes": -1, "backward_bytes": 1}, {"forward_bytes": 1, "backward_bytes": "1"}])
+def test_bytes_that_are_none(held):
+    with pytest.raises(ValueError, match="held (forward|backward)_bytes=('1'|-1): needs a number of at least 0"):
+        HeldBytes(**held)
 
 
 @pytest.mark.parametrize(
