@@ -5,7 +5,7 @@ import functools
 from collections.abc import Iterator
 
 from layouts.layout import RECOMPUTED
-from layouts.model import Attention, FeedForward, Layer, MoE
+from layouts.model import Attention, FeedForward, Layer, MoE, products
 from layouts.workload import Recipe
 
 KINDS = ("input", "norm", "product", "latent", "core", "scores", "mask", "hidden", "activation", "route", "dispatch", "combine")
@@ -142,3 +142,16 @@ def _experts(f: MoE, d: int, recipe: Recipe, cut: Cut) -> Iterator[Kept]:
 def _hidden(prefix: str, width: float, gated: bool, recipe: Recipe) -> Iterator[Kept]:
     yield Kept(f"{prefix}hidden", "hidden", width * (2 if gated else 1) * recipe.compute_bytes)
     yield Kept(f"{prefix}activation", "activation", width * recipe.compute_bytes)
+
+
+@functools.lru_cache(maxsize=4096)
+def awaited(layer: Layer, d: int, recipe: Recipe, cut: Cut) -> tuple[float, float]:
+    """Bytes a token of what the gradients of a layer's weights need between its B and its W: the gradients of all products'
+    results, and their operands (those of a group that divide alike read the same rows)."""
+    results, operands = 0.0, {}
+    for product in products(layer, d):
+        rows, tensor = (cut.rows, cut.expert_tensor) if product.group == "experts" else (1.0, cut.tensor)
+        parts = product.parts(tensor)
+        results += rows * product.outer / (parts if product.split == "out" else 1)
+        operands[product.group, product.inner, product.split] = rows * product.inner / (parts if product.split == "in" else 1)
+    return recipe.compute_bytes * results, recipe.compute_bytes * sum(operands.values())

@@ -20,7 +20,7 @@ import numpy as np
 from layouts.cost import Job, bubble
 from layouts.figures import Case, Figures, Line, group_numbers
 from layouts.layout import Layout
-from layouts.live import live
+from layouts.live import live, waiting
 from layouts.messages import uses
 from layouts.model import Layer, norm_params
 from layouts.space import Mesh, Option, Plan
@@ -28,7 +28,7 @@ from moejax.axes import MESH_AXES
 
 Crossing = tuple[str, str | tuple[str, str], int]
 # The fields of a Profile, as `Bounds.plans` names them.
-PROFILE = ("layers", "live", "embedding", "head")
+PROFILE = ("layers", "live", "embedding", "head", "waits")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,12 +59,14 @@ class Profile:
       live: micro-batches held of all layers of a kind together, at one moment.
       embedding: share of the embedding that it has.
       head: share of the head.
+      waits: layers of each kind whose W waits after their B, at one moment.
     """
 
     layers: tuple[float, ...]
     live: tuple[float, ...]
     embedding: float
     head: float
+    waits: tuple[float, ...]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -109,7 +111,11 @@ class Bounds:
         found["bubble"] = np.array([bubble(layout) for layout in layouts])
         found["gathers"], found["divisions"] = np.array([uses(layout) for layout in layouts]).reshape(-1, 2).T
         found["falls"] = np.array([plan.schedule == "1f1b" for plan in plans])
-        profiles = [_profiles(plan, self.kinds, self.uneven) for plan in plans]
+        waits = [[stage[0][0] for stage in waiting(layout, self.job.recipe.by_chunk)] for layout in layouts]
+        # Of stages of one chunk; [plan, stage], zeros past the last.
+        most = max(map(len, waits), default=1)
+        found["waiting"] = np.array([row + [0] * (most - len(row)) for row in waits], int).reshape(-1, most)
+        profiles = [_profiles(plan, self.kinds, self.uneven, self.job.recipe.by_chunk) for plan in plans]
         longest = max(map(len, profiles), default=0)
         padded = [[each[min(index, len(each) - 1)] for each in profiles] for index in range(longest)]
         for name in PROFILE:
@@ -151,6 +157,11 @@ _AXES = {
 }
 
 
+def _layers_of(moment: Sequence[int], held: Sequence[tuple[int, ...]]) -> tuple[float, ...]:
+    """Layers of each kind, of so many micro-batches of each chunk."""
+    return tuple(float(sum(m * n for m, n in zip(moment, kinds, strict=True))) for kinds in zip(*held, strict=True))
+
+
 @functools.lru_cache(maxsize=4096)
 def _plan_layout(plan: Plan) -> Layout:
     """The plan's layout on as many devices as it has stages."""
@@ -158,24 +169,24 @@ def _plan_layout(plan: Plan) -> Layout:
 
 
 @functools.lru_cache(maxsize=4096)
-def _profiles(plan: Plan, kinds: "Kinds", uneven: bool) -> tuple[Profile, ...]:
+def _profiles(plan: Plan, kinds: "Kinds", uneven: bool, by_chunk: bool) -> tuple[Profile, ...]:
     """One stage: all. Of cuts to be found: the mean stage, and the last with its last layer. Else: those that differ."""
     whole, stage = tuple(map(float, kinds.count(range(kinds.num_layers)))), plan.stage
-    if stage == 1:
-        return (Profile(whole, whole, 1.0, 1.0),)
     none = (0.0,) * len(whole)
+    if stage == 1:
+        return (Profile(whole, whole, 1.0, 1.0, none),)
     if uneven and plan.chunks == 1:
         mean = tuple(number / stage for number in whole)
         last = tuple(map(float, kinds.count(range(kinds.num_layers - 1, kinds.num_layers))))
-        return Profile(mean, none, 0.0, 1 / stage), Profile(last, last, 0.0, 1.0)
+        return Profile(mean, none, 0.0, 1 / stage, none), Profile(last, last, 0.0, 1.0, none)
     layout = _plan_layout(plan)
+    waits = waiting(layout, by_chunk)
     parts = [kinds.count(part) for part in layout.part_layers(kinds.num_layers)]
     found = {}
     for index, moments in enumerate(live(layout)):
         held = [parts[part] for part in range(index, len(parts), stage)]
-        moment = max(moments, key=sum)
         layers = tuple(float(sum(kinds)) for kinds in zip(*held, strict=True))
-        alive = tuple(float(sum(m * n for m, n in zip(moment, kinds, strict=True))) for kinds in zip(*held, strict=True))
-        profile = Profile(layers, alive, float(index == 0), float(index == stage - 1))
+        alive, later = (_layers_of(max(counts, key=sum), held) for counts in (moments, waits[index]))
+        profile = Profile(layers, alive, float(index == 0), float(index == stage - 1), later)
         found.setdefault((layers, profile.embedding, profile.head), profile)
     return tuple(found.values())

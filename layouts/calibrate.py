@@ -1,11 +1,12 @@
 """Constants of `Efficiency` fitted to measured steps, and the error of a step that the fit has not seen."""
 
 import dataclasses
+import itertools
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
-from layouts.cost import Efficiency, cost
+from layouts.cost import Efficiency, Job, cost
 from layouts.layout import Layout
 from layouts.network import LinkShares
 from layouts.search import Problem
@@ -55,13 +56,20 @@ class Fit:
 
 def calibrate(problem: Problem, steps: Sequence[Step]) -> Fit:
     """Fits the constants to measured steps, by relative error; each step is left out once of a fit of its own."""
-    efficiency = fit(problem, steps)
-    errors = tuple(predict(problem, efficiency, step.layout) / step.seconds - 1 for step in steps)
-    left_out = []
-    for index, step in enumerate(steps):
-        others = fit(problem, [*steps[:index], *steps[index + 1 :]])
-        left_out.append(predict(problem, others, step.layout) / step.seconds - 1)
-    return Fit(efficiency, errors, tuple(left_out))
+    return leave_one_out([(problem.job(step.layout), step.seconds) for step in steps])
+
+
+def leave_one_out(measured: Sequence[tuple[Job, float]]) -> Fit:
+    """`calibrate` of jobs that may differ in more than their layouts: models, batches, formats.
+
+    Args:
+      measured: (job, seconds of a step) pairs, on one kind of device.
+    """
+    fitter, every = _Fitter(measured), range(len(measured))
+    factors = fitter.fit(every)
+    left_out = [fitter.error(index, fitter.fit([other for other in every if other != index])) for index in every]
+    errors = tuple(fitter.error(index, factors) for index in every)
+    return Fit(_scaled(measured[0][0].gives, factors), errors, tuple(left_out))
 
 
 def predict(problem: Problem, efficiency: Efficiency, layout: Layout) -> float:
@@ -69,28 +77,41 @@ def predict(problem: Problem, efficiency: Efficiency, layout: Layout) -> float:
     return cost(dataclasses.replace(problem, efficiency=efficiency).job(layout)).step_seconds
 
 
-def fit(problem: Problem, steps: Sequence[Step]) -> Efficiency:
-    """The constants with the least squared error of the logarithm, found one at a time."""
-    start = problem.job(steps[0].layout).gives
-    factors = dict.fromkeys(CONSTANTS, 1.0)
+class _Fitter:
+    """Factors on the constants; every step's price under each is remembered, as fits that leave one out try the same."""
 
-    def loss(tried: dict[str, float]) -> float:
-        efficiency = _scaled(start, tried)
-        off = [math.log(predict(problem, efficiency, step.layout) / step.seconds) ** 2 for step in steps]
-        return sum(off) / len(off) + _PULL * sum(math.log(x) ** 2 for x in tried.values())
+    def __init__(self, measured: Sequence[tuple[Job, float]]):
+        self.measured = measured
+        self.errors: dict[tuple[float, ...], float] = {}
 
-    best = loss(factors)
-    for ratio in _ROUNDS:
-        for name in CONSTANTS:
+    def error(self, index: int, factors: Mapping[str, float]) -> float:
+        """Of one step: predicted over measured less 1."""
+        key = (index, *factors.values())
+        if key not in self.errors:
+            job, seconds = self.measured[index]
+            scaled = dataclasses.replace(job, efficiency=_scaled(job.gives, factors))
+            self.errors[key] = cost(scaled).step_seconds / seconds - 1
+        return self.errors[key]
+
+    def loss(self, chosen: Sequence[int], factors: Mapping[str, float]) -> float:
+        """The mean squared error of the chosen steps' logarithm, and the pull of the defaults."""
+        off = [math.log1p(self.error(index, factors)) ** 2 for index in chosen]
+        return sum(off) / len(off) + _PULL * sum(math.log(x) ** 2 for x in factors.values())
+
+    def fit(self, chosen: Sequence[int]) -> dict[str, float]:
+        """The factors with the least loss of the chosen steps, found one at a time."""
+        factors = dict.fromkeys(CONSTANTS, 1.0)
+        best = self.loss(chosen, factors)
+        for ratio, name in itertools.product(_ROUNDS, CONSTANTS):
             for times in (ratio, 1 / ratio):
                 tried = factors | {name: factors[name] * times}
-                while 1 / _FARTHEST <= tried[name] <= _FARTHEST and (found := loss(tried)) < best:
+                while 1 / _FARTHEST <= tried[name] <= _FARTHEST and (found := self.loss(chosen, tried)) < best:
                     best, factors = found, tried
                     tried = factors | {name: factors[name] * times}
-    return _scaled(start, factors)
+        return factors
 
 
-def _scaled(efficiency: Efficiency, factors: dict[str, float]) -> Efficiency:
+def _scaled(efficiency: Efficiency, factors: Mapping[str, float]) -> Efficiency:
     for name, factor in factors.items():
         efficiency = CONSTANTS[name](efficiency, factor)
     return efficiency

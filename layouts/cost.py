@@ -274,10 +274,10 @@ def _step_exposed(job: Job) -> float:
     for message in table_messages(model, layout, job.batch, job.recipe):
         hidden = 0.0 if message.phase == "step" else _hides(job, message)
         found += _message_seconds(job, message) * (1 - hidden) if message.axes != ("stage",) else 0.0
-    # Gradients over replicas hide under the last micro-batch's backward.
+    # Gradients over replicas hide under the backward that makes the last of them: one each time that they are summed.
     compute = [sum(_layer_seconds(job, layer).values()) for layer in model.kinds]
     last = sum(t * n for t, n in zip(compute, model.kind_counts(range(len(model.layers))), strict=True)) / layout.stage
-    return max(0.0, found - job.gives.hidden * last * 2 / 3)
+    return max(0.0, found - job.recipe.sums(layout) * job.gives.hidden * last * 2 / 3)
 
 
 def message_terms(job: Job) -> list[tuple[Message, float]]:

@@ -10,12 +10,12 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from layouts import network
-from layouts.activations import Cut, kept_bytes, tensors
+from layouts.activations import Cut, awaited, kept_bytes, tensors
 from layouts.cost import Job, op_seconds, rerun_seconds, work_seconds
 from layouts.layout import Layout
 from layouts.messages import Message
@@ -35,7 +35,7 @@ class Line:
     latency: np.ndarray
     per_byte: np.ndarray
 
-    def __call__(self, size, times=1):
+    def __call__(self, size: Any, times: Any = 1) -> Any:
         """Seconds of `times` messages of that many bytes."""
         return times * self.latency + self.per_byte * (times * size)
 
@@ -70,6 +70,7 @@ class LayerFigures:
       kept: bytes, by remat.
       again: bytes that the backward makes again, by remat.
       rows: of its experts.
+      awaited: bytes that its weights' gradients wait for between B and W, by remat.
     """
 
     work: float
@@ -77,6 +78,7 @@ class LayerFigures:
     kept: tuple[float, ...]
     again: tuple[float, ...]
     rows: float
+    awaited: tuple[float, ...]
 
 
 class Figures:
@@ -118,7 +120,9 @@ class Figures:
         whole = share.tokens * kept_bytes(found, "none")
         rerun = tuple(rerun_seconds(ops, forward, self.remats))
         again = tuple(whole - size for size in kept)
-        return LayerFigures(sum(work_seconds(ops, forward).values()), rerun, tuple(kept), again, share.rows)
+        results, operands = (share.tokens * size for size in awaited(layer, job.model.d_model, recipe, cut))
+        waits = tuple(results + min(operands, size) for size in again)
+        return LayerFigures(sum(work_seconds(ops, forward).values()), rerun, tuple(kept), again, share.rows, waits)
 
     def head(self, divisor: int, tensor: int) -> float:
         """Seconds of logits and loss of one micro-batch."""

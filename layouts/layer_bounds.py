@@ -17,7 +17,8 @@ _WHOLE = ("norms", "router")
 
 @dataclasses.dataclass(frozen=True)
 class LayerBounds:
-    """Of one kind of layer: seconds [R,P,n] of a micro-batch; bytes of states [P,n], kept [R,n], and what comes and goes."""
+    """Of one kind of layer: seconds [R,P,n] of a micro-batch; bytes of states [P,n], kept and awaited by W [R,n], and what
+    comes and goes."""
 
     seconds: np.ndarray
     compute: np.ndarray
@@ -28,6 +29,7 @@ class LayerBounds:
     on_host: np.ndarray
     kept: np.ndarray
     again: np.ndarray
+    awaited: np.ndarray
     gathered: np.ndarray
     all_gathered: np.ndarray
     kept_parameters: np.ndarray
@@ -50,6 +52,8 @@ class LayerRows:
         self.stage, self.count, self.chunks, self.sequence = of["stage"], of["count"], of["chunks"], of["sequence"]
         self.over_data, self.bubble, self.falls = of["over_data"], of["bubble"], of["falls"]
         self.gathers, self.divisions = of["gathers"], of["divisions"]
+        # As Recipe.sums.
+        self.sums = np.where((self.stage == 1) & self.job.recipe.sums_each, self.count, 1)
         self.plan = plan
         at = {name: values[mesh] for name, values in bounds.sizes.items()}
         self.at = at
@@ -82,7 +86,7 @@ class LayerRows:
         return [self._layer(kind, layer) for kind, layer in enumerate(self.job.model.kinds)]
 
     def _layer(self, kind: int, layer: Layer) -> LayerBounds:
-        work, rerun, kept, again, rows = self._scalars(kind)
+        work, rerun, kept, again, rows, awaited = self._scalars(kind)
         numbers = self._numbers(kind)
         compute = work + rerun
         side, beside = self._messages(layer, numbers, rows)
@@ -93,7 +97,7 @@ class LayerRows:
         seconds = compute[:, None] + side + crossing
         gradients = self._gradients(layer, numbers)
         return LayerBounds(
-            seconds, compute, gradients, states, stepped, host, on_host, kept, again, in_use, whole, held, buffer
+            seconds, compute, gradients, states, stepped, host, on_host, kept, again, awaited, in_use, whole, held, buffer
         )
 
     @functools.cached_property
@@ -105,15 +109,17 @@ class LayerRows:
         return [(case // number // 2, bool(case // number % 2), case % number) for case in cases.tolist()], where.reshape(-1)
 
     def _scalars(self, kind: int) -> tuple[np.ndarray, ...]:
-        """work [n], rerun, kept, again [R,n], rows [n] of a kind; where experts may go round, the less of both ways."""
+        """work [n], rerun, kept, again [R,n], rows [n], awaited [R,n] of a kind; where experts may go round, the less of
+        both ways."""
         cases, where = self.cases
-        found = []
+        found, names = [], ("work", "rerun", "kept", "again", "rows", "awaited")
         for way in sorted({crossing[0] == "weight_stream" for crossing in self.choices.crossings}):
             each = [self.bounds.figures.layer(kind, self.bounds.case(d, s, cut, way)) for d, s, cut in cases]
-            lists = [np.array([getattr(one, name) for one in each]) for name in ("work", "rerun", "kept", "again", "rows")]
+            lists = [np.array([getattr(one, name) for one in each]) for name in names]
             found.append([values.T[..., where] for values in lists])
-        work, rerun, kept, again, rows = (functools.reduce(np.minimum, values) for values in zip(*found, strict=True))
-        return work, rerun[self.remats], kept[self.remats], again[self.remats], rows
+        least = [functools.reduce(np.minimum, values) for values in zip(*found, strict=True)]
+        # One a case, or one a remat policy and case.
+        return tuple(values if values.ndim == 1 else values[self.remats] for values in least)
 
     def _messages(self, layer: Layer, numbers: dict[str, np.ndarray], rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Seconds that nothing hides [n], of the tensor axis; and those that hide [P,n], of context and fsdp."""
@@ -138,7 +144,7 @@ class LayerRows:
         """Seconds a micro-batch [P,n] of one group's gathers and of its gradients' division."""
         size = numbers * self.job.recipe.compute_bytes
         gather = self.line("all_gather", "fsdp")(size / self.fsdp)
-        divide = self.line("reduce_scatter", "fsdp")(size) * self.divisions
+        divide = self.line("reduce_scatter", "fsdp")(numbers * self.job.recipe.division_bytes) * self.divisions
         gathers = np.where(self.policy(group) == "keep", 1.0, 2 * self.gathers)
         return (gathers * gather + divide) / self.count
 
@@ -233,5 +239,6 @@ class LayerRows:
         size = numbers * recipe.grad_bytes
         replicas = self.at["dense_replicas" if axes == "dense" else "expert_replicas"]
         gather = self.line("all_gather", axes)(numbers * recipe.param_bytes / replicas)
-        divided = self.line("reduce_scatter", axes)(size) + gather
-        return np.where(numbers > 0, np.where(self.over_data, divided, self.line("all_reduce", axes)(size)), 0.0)
+        divided = self.line("reduce_scatter", axes)(size, self.sums) + gather
+        whole = self.line("all_reduce", axes)(size, self.sums)
+        return np.where(numbers > 0, np.where(self.over_data, divided, whole), 0.0)

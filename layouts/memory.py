@@ -8,7 +8,7 @@ import dataclasses
 import functools
 from collections.abc import Iterator
 
-from layouts.activations import Cut, Kept, kept_bytes, kept_kinds, tensors
+from layouts.activations import Cut, Kept, awaited, kept_bytes, kept_kinds, tensors
 from layouts.layout import Layout
 from layouts.live import live, placement, waiting
 from layouts.model import Layer, Model, MoE, norm_params, products
@@ -272,15 +272,8 @@ def _activations(job: _Job, stage: int, held: tuple[int, ...]) -> dict[str, floa
 def _awaited(job: _Job, layer: Layer) -> float:
     """What the gradients of a layer's weights need beyond what its forward kept, between its B and its W, for one micro-batch:
     the gradients of all products' results, and of their operands those that the backward has made again."""
-    cut, results, operands = _cut(job, layer), 0.0, {}
-    for product in products(layer, job.model.d_model):
-        rows = cut.rows if product.group == "experts" else 1.0
-        parts = product.parts(job.layout.expert_tensor if product.group == "experts" else job.layout.tensor)
-        results += rows * product.outer / (parts if product.split == "out" else 1)
-        # Those of a group that divide alike read the same rows.
-        operands[product.group, product.inner, product.split] = rows * product.inner / (parts if product.split == "in" else 1)
-    again = min(job.recipe.compute_bytes * job.tokens * sum(operands.values()), _recomputed(job, layer))
-    return job.recipe.compute_bytes * job.tokens * results + again
+    results, operands = awaited(layer, job.model.d_model, job.recipe, _cut(job, layer))
+    return job.tokens * results + min(job.tokens * operands, _recomputed(job, layer))
 
 
 def _kept_of_part(job: _Job, part: int) -> Iterator[tuple[Kept, int]]:

@@ -171,7 +171,7 @@ def _fsdp(layer: Layer, d: int, layout: Layout, recipe: Recipe) -> Iterator[Mess
         yield gather(1 if kept else gathers, "forward")
         if not kept:
             yield gather(gathers, "backward")
-        whole = numbers * recipe.compute_bytes
+        whole = numbers * recipe.division_bytes
         yield Message(f"divide gradients of {group}", "reduce_scatter", ("fsdp",), layout.fsdp, whole, divisions, "backward")
 
 
@@ -190,7 +190,7 @@ def uses(layout: Layout) -> tuple[float, float]:
 
 
 def _gradients(layer: Layer, d: int, layout: Layout, recipe: Recipe, norms: float) -> Iterator[Message]:
-    """Gradients over the devices that hold the same parameters, once a step."""
+    """Gradients over the devices that hold the same parameters, as often as the recipe sums them."""
     counts = {**_groups(layer, d, layout), "norms": norms}
     for dense in (True, False):
         axes = _replica_axes(layout, dense)
@@ -209,11 +209,11 @@ def _over_replicas(name: str, axes: tuple[str, ...], numbers: float, layout: Lay
     group = math.prod(getattr(layout, axis) for axis in axes)
     if group == 1 or not numbers:
         return
-    size = numbers * recipe.grad_bytes
+    size, count = numbers * recipe.grad_bytes, recipe.sums(layout)
     if layout.moments == "with_parameters":
-        yield Message(name, "all_reduce", axes, group, size, 1, "step")
+        yield Message(name, "all_reduce", axes, group, size, count, "step")
         return
-    yield Message(name, "reduce_scatter", axes, group, size, 1, "step")
+    yield Message(name, "reduce_scatter", axes, group, size, count, "step")
     yield Message(f"{name}' new parameters", "all_gather", axes, group, numbers * recipe.param_bytes / group, 1, "step")
 
 
@@ -225,7 +225,7 @@ def _tables(model: Model, layout: Layout, recipe: Recipe) -> Iterator[Message]:
         if layout.fsdp > 1 and numbers:
             part, count = on_device * recipe.compute_bytes, layout.num_microbatches
             yield Message(f"gather {name}", "all_gather", ("fsdp",), layout.fsdp, part, count, "forward")
-            whole = part * layout.fsdp
+            whole = on_device * layout.fsdp * recipe.division_bytes
             yield Message(f"divide gradients of {name}", "reduce_scatter", ("fsdp",), layout.fsdp, whole, count, "backward")
         yield from _over_replicas(f"gradients of {name}", _replica_axes(layout, True), on_device, layout, recipe)
     axes = _replica_axes(layout, True)

@@ -59,11 +59,12 @@ class Rows(LayerRows):
         for numbers in self._tables():
             share = numbers / self.fsdp
             took = took + self.over_replicas(share, "dense")
-            part = share * self.job.recipe.compute_bytes
-            gather = self.line("all_gather", "fsdp")(part) + self.line("reduce_scatter", "fsdp")(part * self.fsdp)
+            recipe = self.job.recipe
+            whole = self.line("reduce_scatter", "fsdp")(numbers * recipe.division_bytes)
+            gather = self.line("all_gather", "fsdp")(share * recipe.compute_bytes) + whole
             took = took + np.where(self.fsdp > 1, self.count * gather * (1 - self.hidden), 0.0)
         last = sum(n * layer.compute for n, layer in zip(self.all_layers, self.layers, strict=True)) / self.stage
-        return np.maximum(0.0, took - self.hidden * last * 2 / 3)
+        return np.maximum(0.0, took - self.sums * self.hidden * last * 2 / 3)
 
     def _tables(self) -> tuple[Any, Any]:
         """Numbers of the embedding and of the head of its own, on a device, before fsdp divides them."""
@@ -90,21 +91,22 @@ class Rows(LayerRows):
 
     # -------------------------------------------------------------------------------------------------------------- memory
 
-    def _each_profile(self) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]]:
-        """The stages that bounds look at: (layers [C,n], live [C,n], embedding [n], head [n])."""
+    def _each_profile(self) -> Iterator[tuple[np.ndarray, ...]]:
+        """The stages that bounds look at: (layers [C,n], live [C,n], embedding [n], head [n], waits [C,n])."""
         found = self.bounds.plans
         for index in range(len(found["head"])):
-            layers, held, embedding, head = (found[name][index][self.plan].T for name in PROFILE)
-            yield layers, held, embedding, head
+            yield tuple(found[name][index][self.plan].T for name in PROFILE)
 
     def peak_bytes(self) -> np.ndarray:
         """Of the fullest device, [R,P,n]."""
         found: Any = 0.0
-        for layers, held, embedding, head in self._each_profile():
+        for layers, held, embedding, head, waits in self._each_profile():
             states = sum(n * layer.states for n, layer in zip(layers, self.layers, strict=True))
             for part, group, numbers in zip((embedding, head), ("embedding", "head"), self._tables(), strict=True):
+                part = np.where(self.stage > 1, 1.0, part) if self.job.recipe.by_chunk else part
                 states = states + part * self.group_states(group, numbers)[0]
-            kept = sum((n * layer.kept for n, layer in zip(held, self.layers, strict=True)), np.zeros(1))
+            counts = zip(held, waits, self.layers, strict=True)
+            kept = sum((n * layer.kept + m * layer.awaited for n, m, layer in counts), np.zeros(1))
             moving = kept[:, None] + self._passing(layers, head)
             found = np.maximum(found, states + moving * (1 + FRAGMENTATION))
         cut = (self.stage > 1) & (self.chunks == 1) & self.bounds.uneven
@@ -135,17 +137,15 @@ class Rows(LayerRows):
 
     def _cut_bytes(self) -> np.ndarray:
         """Pipelines of one chunk a stage: the fullest stage of the best cut, were layers divisible. [R,P,n]."""
-        most, found = int(self.stage.max()), np.zeros(1)
+        found = np.zeros(1)
+        waits = self.bounds.plans["waiting"][self.plan].T
         for number, layer in zip(self.all_layers, self.layers, strict=True):
-            states, kept = layer.states, layer.kept[:, None] * (1 + FRAGMENTATION)
-            held = sum(
-                np.where(
-                    stage < self.stage,
-                    1 / (states + np.where(self.falls, stage + 1, np.minimum(self.stage, self.count)) * kept),
-                    0.0,
-                )
-                for stage in range(most)
-            )
+            held: Any = 0.0
+            for stage in range(int(self.stage.max())):
+                # 1F1B's stages, from the last: each holds a micro-batch more.
+                live = np.where(self.falls, stage + 1, np.minimum(self.stage, self.count))
+                moving = (live * layer.kept + waits[stage] * layer.awaited)[:, None] * (1 + FRAGMENTATION)
+                held = held + np.where(stage < self.stage, 1 / (layer.states + moving), 0.0)
             found = np.maximum(found, number / held)
         return found
 

@@ -47,6 +47,8 @@ class Recipe:
       grad_bytes: a gradient as it is added up over micro-batches.
       master_bytes: a master weight beside the stored one; 0: none.
       moment_bytes: both moments of a parameter.
+      wide_division: fsdp divides gradients as they are added up, `grad_bytes` each; else as the products make them.
+      sums_each: without stages, gradients are summed over replicas after every micro-batch; else once a step.
       score_bytes: a pair of tokens and a head, kept of the attention scores; 0: a fused kernel keeps none.
       dropout: masks of a byte an element after attention and feed-forward.
       keeps_expert_outputs: for the gradient of the combine weights; not where these multiply inside the experts.
@@ -66,6 +68,8 @@ class Recipe:
     grad_bytes: float
     master_bytes: float
     moment_bytes: float
+    wide_division: bool = False
+    sums_each: bool = False
     score_bytes: float = 0.0
     dropout: bool = False
     keeps_expert_outputs: bool = True
@@ -92,6 +96,15 @@ class Recipe:
         return max(sums) * shards / sum(self.loads)
 
     @property
+    def division_bytes(self) -> float:
+        """A gradient on its way to the device that fsdp gives it to."""
+        return self.grad_bytes if self.wide_division else self.compute_bytes
+
+    def sums(self, layout: Layout) -> int:
+        """How often in a step gradients are summed over the devices that hold the same parameters."""
+        return layout.num_microbatches if self.sums_each and layout.stage == 1 else 1
+
+    @property
     def even(self) -> "Recipe":
         """The same with all experts loaded alike."""
         return dataclasses.replace(self, imbalance=1.0, loads=())
@@ -116,8 +129,22 @@ class Recipe:
         return moe.num_experts * cell
 
 
-# Parameters and moments in float32, cast to bf16 a layer at a time; XLA's attention keeps probabilities in float32.
-MOEJAX = Recipe("moejax", 4, 2, 4, 0, 8, score_bytes=4, capacity="cell", capacity_factor=1.25, by_chunk=True)
+# Parameters and moments in float32, cast to bf16 a layer at a time; XLA's attention keeps probabilities in float32. A layer's
+# gradients are float32 sums (`moejax.narrow`), over replicas within the scan over micro-batches; pipelines sum at their end.
+MOEJAX = Recipe(
+    "moejax",
+    param_bytes=4,
+    compute_bytes=2,
+    grad_bytes=4,
+    master_bytes=0,
+    moment_bytes=8,
+    wide_division=True,
+    sums_each=True,
+    score_bytes=4,
+    capacity="cell",
+    capacity_factor=1.25,
+    by_chunk=True,
+)
 # Megatron-Core: weights in bf16, gradients and master weights in float32, a fused attention kernel, true rows.
 MEGATRON = Recipe("megatron", 2, 2, 4, 4, 8)
 

@@ -79,7 +79,7 @@ def _forward(activation, order, rows, weight, into, down):
 def _backward(activation, order, kept, dy):
     if order == "expert_by_expert":
         if dy.ndim == 3:
-            return lax.map(lambda one: gradients(activation, "activation_first", *one, BATCHED), (kept, dy))
+            return lax.map(lambda one: gradients(activation, "activation_first", one[0], one[1], BATCHED), (kept, dy))
         order = "activation_first"
     return gradients(activation, order, kept, dy, BATCHED)
 

@@ -3,8 +3,10 @@
 import dataclasses
 import itertools
 import statistics
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 
+from layouts.calibrate import leave_one_out
 from layouts.clusters import parse_cluster
 from layouts.cost import Cost, Efficiency, Job, cost
 from layouts.errors import InputError
@@ -21,6 +23,7 @@ class Priced:
     """Runs of one layout: tokens a second and device, predicted and measured (the median of repeats)."""
 
     run: Run
+    job: Job
     predicted: float
     measured: float
     cost: Cost
@@ -29,6 +32,11 @@ class Priced:
     def time_error(self) -> float:
         """Predicted over measured time, less 1."""
         return self.measured / self.predicted - 1
+
+    @property
+    def step_seconds(self) -> float:
+        """Measured."""
+        return self.job.batch.tokens / self.job.layout.num_devices / self.measured
 
 
 def cluster_of(run: Run) -> Cluster:
@@ -40,18 +48,29 @@ def cluster_of(run: Run) -> Cluster:
     return Cluster((DeviceClass(chip, shape, max(1, count // (shape[0] * shape[1])) if len(shape) == 2 else 1),), chip.network)
 
 
-def price(run: Run, efficiency: Efficiency | None = None) -> tuple[float, Cost] | None:
-    """Tokens a second and device; None where the layout is not stated or has no word here."""
+def job_of(run: Run, efficiency: Efficiency | None = None) -> Job | None:
+    """What ran; None where the layout is not stated or has no word here."""
     usual = "none" if chips()[run.chip].kind == "gpu" else "full"
     try:
         found = layout_of(run, stated_remat(run) or usual)
-        if found is None or run.model is None:
-            return None
-        layout, batch, recipe = found
-        priced = cost(Job(run.model, layout, batch, recipe, cluster_of(run), run.number_format, efficiency))
     except InputError:
         return None
-    return batch.tokens / priced.step_seconds / layout.num_devices, priced
+    if found is None or run.model is None:
+        return None
+    layout, batch, recipe = found
+    return Job(run.model, layout, batch, recipe, cluster_of(run), run.number_format, efficiency)
+
+
+def price(run: Run, efficiency: Efficiency | None = None) -> Priced | None:
+    """One run, priced; None where it has no job or no price."""
+    job = job_of(run, efficiency)
+    try:
+        found = None if job is None else cost(job)
+    except InputError:
+        return None
+    if job is None or found is None:
+        return None
+    return Priced(run, job, job.batch.tokens / found.step_seconds / job.layout.num_devices, run.tokens_per_second or 0, found)
 
 
 def price_groups(found: Sequence[Run], efficiency: Efficiency | None = None) -> dict[tuple[str, str, int], list[Priced]]:
@@ -62,11 +81,19 @@ def price_groups(found: Sequence[Run], efficiency: Efficiency | None = None) -> 
             continue  # frozen weights have no gradients: another computation
         layouts = [(several, price(several[0], efficiency)) for several in distinct(group).values()]
         priced[key] = [
-            Priced(several[0], answer[0], statistics.median(run.tokens_per_second or 0 for run in several), answer[1])
-            for several, answer in layouts
-            if answer is not None
+            dataclasses.replace(one, measured=statistics.median(run.tokens_per_second or 0 for run in several))
+            for several, one in layouts
+            if one is not None
         ]
     return {key: group for key, group in priced.items() if group}
+
+
+def left_out_errors(groups_: Mapping[tuple[str, str, int], Sequence[Priced]]) -> dict[str, tuple[float, ...]]:
+    """By chip, of those with three layouts or more: each layout's time error by constants fitted to the chip's others."""
+    by_chip = defaultdict(list)
+    for (_, chip, _), group in groups_.items():
+        by_chip[chip] += [(one.job, one.step_seconds) for one in group]
+    return {chip: leave_one_out(measured).left_out for chip, measured in by_chip.items() if len(measured) >= 3}
 
 
 def kendall_tau(one: Sequence[float], other: Sequence[float]) -> float:

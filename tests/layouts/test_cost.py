@@ -16,7 +16,7 @@ from layouts.model import Attention, FeedForward, Layer, Model
 from layouts.network import LinkShares, Span, once_per_domain, seconds, span
 from layouts.presets import load_model
 from layouts.workload import MEGATRON, Batch
-from tests.layouts.published import kendall_tau, price_groups
+from tests.layouts.published import kendall_tau, left_out_errors, price_groups
 from tests.layouts.reference_runs import runs
 from tests.layouts.test_memory import GPT, KORTHIKANTI, PIPES, SHARED
 
@@ -131,6 +131,27 @@ def test_more_imbalance_never_helps(layout):
     assert times[-1] > times[0]
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_order_of_devices_changes_nothing(layout):
+    """Which device is slow, which class comes first: all wait for the slowest, wherever it is."""
+    h100, a100 = (parse_cluster(text).classes[0] for text in ("h100:1x8", "a100-80:1x8"))
+    mixed = [Cluster(order, a100.chip.network) for order in ((h100, a100), (a100, h100))]
+    whole = parse_cluster("h100:2x8")
+    slowed = [dataclasses.replace(whole, slow=((index, 0.5), (15 - index, 0.8))) for index in (0, 3, 12)]
+    for clusters in (mixed, slowed):
+        assert len({tuple(priced(layout, cluster, None).terms.items()) for cluster in clusters}) == 1
+    assert priced(layout, slowed[0], None).step_seconds > priced(layout, whole, None).step_seconds
+
+
+@pytest.mark.parametrize("kind", ["all_gather", "reduce_scatter", "all_reduce", "all_to_all"])
+@pytest.mark.parametrize("axes", [("data",), ("data", "tensor")])
+def test_a_turned_torus_is_the_same_to_those_who_take_all_of_it(kind, axes):
+    layout = Layout(data=32, tensor=8) if len(axes) == 2 else Layout(data=256)
+    message = Message("m", kind, axes, 256, 1e9, 1, "forward")
+    turned = [parse_cluster(f"v5p:{shape}") for shape in ("4x8x8", "8x4x8", "8x8x4")]
+    assert len({round(seconds(cluster, layout, message, WHOLE), 15) for cluster in turned}) == 1
+
+
 @pytest.mark.parametrize("remat", ["none", "selective", "norm+activation", "dots", "full"])
 def test_recompute_costs_what_runs_again(remat):
     terms = priced(Layout(expert=8, data=2, remat=remat), parse_cluster("h100:2x8")).terms
@@ -200,6 +221,21 @@ def test_published_runs(capsys):
     assert len(ranked) >= 9
     assert statistics.mean(taus) >= 0.7
     assert statistics.median(errors) <= 0.15
+
+
+@pytest.mark.slow
+def test_published_runs_after_calibration(capsys):
+    """Each layout by constants fitted to the other layouts of its chip: closer than with the defaults."""
+    priced_groups = price_groups(runs())
+    fitted = left_out_errors(priced_groups)
+    errors = [abs(error) for of_chip in fitted.values() for error in of_chip]
+    before = [abs(one.time_error) for key, group in priced_groups.items() if key[1] in fitted for one in group]
+    with capsys.disabled():
+        each = ", ".join(f"{chip} {statistics.median(map(abs, found)):.1%} of {len(found)}" for chip, found in fitted.items())
+        medians = [f"{statistics.median(found):.1%}" for found in (errors, before)]
+        print(f" {len(errors)} layouts left out of the fit: {medians[0]} ({each}); by default: {medians[1]}", end="")
+    assert len(errors) == len(before) >= 100
+    assert statistics.median(errors) <= 0.10 < statistics.median(before)
 
 
 @pytest.mark.parametrize("unit", [8, 16, 32])

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import statistics
+from collections.abc import Sequence
 
 import jax
 import pytest
@@ -59,10 +60,11 @@ LAYOUTS = [
 ]
 
 
-def compiled(layout: Layout, folder) -> aot.Compiled:
-    """The layout's step of the small model, compiled here."""
+def compiled(layout: Layout, folder, order: Sequence[int] = range(8)) -> aot.Compiled:
+    """The layout's step of the small model, compiled here for the devices in that order."""
     cfg = config_of(SMALL, layout, FLOAT32)
-    done = lower_step(cfg, layout, PROBLEM.batch, jax.devices()[:8]).compile()
+    done = lower_step(cfg, layout, PROBLEM.batch, [jax.devices()[index] for index in order]).compile()
+    folder.mkdir(exist_ok=True)
     path = folder / "step.hlo"
     path.write_text(done.as_text())
     sizes = done.memory_analysis()
@@ -127,6 +129,29 @@ def test_a_pipelines_peak_on_h100_is_as_predicted(schedule):
     problem = Problem(load_model("qwen3-30b-a3b"), Batch(2048, 32), parse_cluster("h100:1x8"), MOEJAX, "bf16")
     peak = verify.prove(problem, layout).checks[0]
     assert (peak.name, peak.agrees) == ("peak bytes", True), peak
+
+
+@pytest.mark.slow
+def test_the_order_of_devices_changes_nothing_compiled(tmp_path):
+    orders = (range(8), (5, 2, 7, 0, 3, 6, 1, 4))
+    found = [compiled(LAYOUTS[15], tmp_path / str(order[0]), order) for order in orders]
+    assert found[0].memory == found[1].memory
+    crossings = [compiled_crossings(one.text) for one in found]
+    assert crossings[0] == crossings[1]
+    assert crossings[0].total() > 0
+
+
+@pytest.mark.slow
+def test_gradients_are_summed_in_every_micro_batch(tmp_path):
+    """Two micro-batches sum the bytes of two steps of one (`Recipe.sums`), in all-reduces and in reduce-scatters."""
+    layout, one = Layout(data=2, fsdp=2, expert=2, num_microbatches=2), Layout(data=2, fsdp=2, expert=2)
+    limit = bookkeeping_bytes(PROBLEM.batch, layout)
+    found = compiled_crossings(compiled(layout, tmp_path).text)
+    half = dataclasses.replace(PROBLEM.batch, sequences=PROBLEM.batch.sequences // 2)
+    expected = predicted_crossings(SMALL, one, half, FLOAT32)
+    for kind in ("all-reduce", "reduce-scatter"):
+        sums = [sum(k.nbytes * n for k, n in side.items() if k.kind == kind and k.nbytes > limit) for side in (found, expected)]
+        assert sums[0] == FLOAT32.sums(layout) * sums[1] > 0, kind
 
 
 def test_what_json_carries():

@@ -130,6 +130,27 @@ def test_bytes_of_parameters():
     assert ("gather experts", "backward") not in kept
 
 
+@pytest.mark.parametrize(("recipe", "times"), [(MEGATRON, 1), (MOEJAX, 4)])
+def test_how_often_gradients_are_summed(recipe, times):
+    """moejax's step sums them after each micro-batch, its pipelines at their end; Megatron once, whatever the layout."""
+    apart = Layout(data=2, expert=4, num_microbatches=4)
+    staged = Layout(data=2, stage=4, schedule="1f1b", num_microbatches=4)
+    for layout, count in ((apart, times), (staged, 1)):
+        assert {m.count for m in of(layout, recipe=recipe) if m.phase == "step"} == {count}
+    new = Layout(data=8, num_microbatches=4, moments="over_data")
+    found = {(m.kind, m.count) for m in of(new, recipe=recipe) if m.phase == "step"}
+    assert found == {("reduce_scatter", times), ("all_gather", 1)}
+
+
+@pytest.mark.parametrize(("recipe", "nbytes"), [(MEGATRON, 2), (MOEJAX, 4)])
+def test_what_fsdp_divides_gradients_in(recipe, nbytes):
+    """Parameters come in bf16; gradients go as the recipe says: moejax's are sums in float32."""
+    found = {m.name: m.bytes for m in of(Layout(fsdp=8), recipe=recipe)}
+    for group in ("attention", "experts", "embedding", "head"):
+        numbers = found[f"gather {group}"] * 8 / 2
+        assert found[f"divide gradients of {group}"] == numbers * nbytes, group
+
+
 @pytest.mark.parametrize("name", ["mixtral-8x7b", "qwen3-30b-a3b", "deepseek-v3", "llama-3.1-8b"])
 @pytest.mark.parametrize("fields", [{"data": 8}, {"expert": 8}, {"data": 2, "expert": 4}, {"data": 2, "fsdp": 2, "expert": 2}])
 def test_every_gradient_is_summed_once(name, fields):

@@ -29,6 +29,7 @@ def _draw(gated, dtype="float32") -> tuple[Any, ...]:
 
 def _of(activation, composed_of=None):
     """(rows, weight, matrices, cotangent, group sizes) -> the output and the gradients, compiled."""
+
     def run(rows, weight, matrices, cotangent, sizes):
         y, pull = jax.vjp(lambda *args: flat_feed_forward(args[0], sizes, *args[1:], activation), rows, weight, matrices)
         return y, pull(cotangent)
