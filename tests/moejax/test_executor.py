@@ -2,6 +2,10 @@
 
 import dataclasses
 import functools
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -163,6 +167,49 @@ def more_cases():
 @pytest.mark.parametrize("case", list(more_cases()), ids=str)
 def test_and_so_on_every_mesh(case):
     check(case)
+
+
+# What 8 devices have no room for: 4 stages with two other axes, and 8 with one.
+SIXTEEN = [
+    Case("zeropp", 4, 6, (("fsdp", 2), ("expert", 2)), UNTIED, chunks=2, unit=4),
+    Case("dualpipe", 4, 8, (("data", 2), ("expert", 2)), UNTIED),
+    Case("zb_h1", 8, 6, (("expert", 2),), UNTIED),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", SIXTEEN, ids=str)
+def test_and_over_sixteen_devices(case):
+    """In a process of its own: how many devices there are is fixed when jax starts."""
+    flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=16"  # of a flag given twice the last counts
+    command = [sys.executable, "-m", "tests.moejax.sixteen_devices", str(case)]
+    done = subprocess.run(command, cwd=Path(__file__).parents[2], env={**os.environ, "XLA_FLAGS": flags}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"{case}: 16 devices, as without a pipeline\n"
+
+
+# Tight pools, whose drops lending lowers; a domain is all four devices, which the reference on one device is told.
+LENT = dataclasses.replace(
+    SPARSE,
+    num_layers=2,
+    moe=dataclasses.replace(
+        MOE,
+        num_experts=8,
+        capacity="pool",
+        num_senders=4,
+        num_destinations=4,
+        rebalance=moejax.RebalanceConfig(dyn=2, pair=1, num_devices=4),
+    ),
+)
+
+
+@pytest.mark.slow
+def test_experts_are_lent_within_a_stage():
+    """As without a pipeline, and fewer tokens are dropped than where nothing is lent."""
+    check(Case("1f1b", 2, 2, (("expert", 4),), LENT))
+    stays = dataclasses.replace(LENT, moe=dataclasses.replace(LENT.moe, rebalance=None))
+    dropped = [reference(cfg, 2)[1]["dropped"].sum() for cfg in (LENT, stays)]
+    assert dropped[0] < dropped[1]
 
 
 def test_every_schedule_has_a_case():
