@@ -142,9 +142,9 @@ def test_losses_and_all_gradients_are_the_unpipelined_models(case):
 # layers, tied and untied, fewer micro-batches than stages, as many, more, and numbers that nothing divides.
 WIDE = dataclasses.replace(DENSE, num_layers=17, tie_embeddings=True)
 UNTIED = dataclasses.replace(MIXED, tie_embeddings=False, num_layers=9, moe_every=2, remat="full")
-POOLED = dataclasses.replace(
-    SPARSE, num_layers=8, moe=dataclasses.replace(MOE, capacity="pool", router="sigmoid_bias"), remat="dots"
-)
+# Pools have a sender a token shard: those of ("expert", 2).
+POOLS = dataclasses.replace(MOE, capacity="pool", router="sigmoid_bias", num_senders=2, num_destinations=2)
+POOLED = dataclasses.replace(SPARSE, num_layers=8, moe=POOLS, remat="dots")
 TWO_AXES = (
     (("data", 2), ("expert", 2)),
     (("fsdp", 2), ("expert", 2)),
