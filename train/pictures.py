@@ -81,13 +81,13 @@ def routing_figure(moe: Lines, trace: RoutingTrace | None, title: str) -> Figure
 def load_figure(tokens_per_expert: Sequence[Sequence[int]], step: int) -> Figure:
     """The load of every expert of every layer at one step."""
     loads = load_over_mean([{"tokens_per_expert": tokens_per_expert}])[0]
-    figure, axes = plt.subplots(
-        figsize=(1.5 + 0.45 * min(loads.shape[1], 40), 1.5 + 0.4 * loads.shape[0]), layout="constrained"
-    )
+    # Wide enough for the title, and no larger than a screen shows.
+    size = (1.5 + 0.45 * min(max(loads.shape[1], 7), 30), 1.5 + min(0.4 * loads.shape[0], 6))
+    figure, axes = plt.subplots(figsize=size, layout="constrained")
     image = axes.imshow(loads, aspect="auto", cmap="RdBu_r", vmin=0, vmax=2)
     axes.set(xlabel="expert", ylabel="MoE layer", title=f"tokens over the layer's mean, step {step}")
     _whole(axes)
-    figure.colorbar(image, ax=axes, extend="max")
+    figure.colorbar(image, ax=axes, extend="max", pad=0.01, fraction=0.05)
     return figure
 
 
@@ -122,7 +122,9 @@ def _draw_curves(figure, moe: Lines) -> None:
     shown = [curve for curve in _CURVES if curve[0] in moe[0]]
     for axes, (name, title, unit, floor) in zip(figure.subplots(1, len(shown), squeeze=False)[0], shown, strict=True):
         values = np.array([line[name] for line in moe]) * (100 if unit == "%" else 1)
-        axes.plot([line["step"] for line in moe], values, color="C0")
+        # One point is no line.
+        axes.plot([line["step"] for line in moe], values, color="C0", marker="o" if len(moe) == 1 else None)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=5, min_n_ticks=1))
         top = max(values.max() * 1.08, (floor or 0) + 1e-3)
         axes.set(xlabel="optimizer step", ylabel=unit, ylim=(floor or 0, max(top, 1) if unit == "%" else top))
         axes.set_title(title, fontsize=9)

@@ -41,6 +41,29 @@ def test_a_run_has_its_picture_and_page(folder, capsys):
     assert image[..., :3].std() > 0.1, "an empty picture"
 
 
+@pytest.mark.parametrize("shape", [(1, 2), (58, 256)])
+def test_the_load_of_one_step_fits_a_screen(shape):
+    """Its title is whole, and the picture is no larger than 1600 by 1000 pixels."""
+    figure = pictures.load_figure(np.ones(shape, int).tolist(), 12_000)
+    figure.canvas.draw()
+    title, whole = figure.axes[0].title.get_window_extent(), figure.bbox
+    assert whole.x0 <= title.x0 < title.x1 <= whole.x1
+    assert whole.width <= 1600
+    assert whole.height <= 1000
+
+
+def test_one_logged_step_is_a_dot():
+    """Every curve of a run that logged once shows its point, at a step that is a whole number."""
+    line = {"step": 6, "tokens_per_expert": [[3, 1], [2, 2]], "worst_load": 1.5, "routing_entropy": 0.5}
+    figure = pictures.routing_figure([line], None, "once")
+    figure.canvas.draw()
+    curves = [axes for axes in figure.axes if axes.lines]
+    assert len(curves) == 2
+    for axes in curves:
+        assert axes.lines[0].get_marker() == "o"
+        assert all(tick == round(tick) for tick in axes.get_xticks())
+
+
 def test_the_page_has_everything_inside(folder):
     pictures.main([str(folder)])
     page = (folder / "routing.html").read_text()
