@@ -31,6 +31,8 @@ def print_answer(problem: Problem, answer: Answer) -> None:
         f"{tally.seconds:.1f} s; the best of each mesh is shown",
         highlight=False,
     )
+    if lacking := problem.model.not_runnable():
+        console.print(f"moejax does not run {problem.model.name} in any layout: {', '.join(lacking)}", highlight=False)
 
 
 def table(problem: Problem, found: Sequence[Found]) -> Table:

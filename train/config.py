@@ -15,6 +15,10 @@ from train.errors import InputError
 RULES = AxisRules()
 
 
+# Whose routing an evaluation records, unless the config says how many.
+_TRACE_TOKENS = 4096
+
+
 def _above(name: str, value: float, bound: float) -> None:
     if not bound < value < math.inf:
         raise ValueError(f"{name}={value!r}: needs a finite number above {bound}")
@@ -166,16 +170,17 @@ class EvalConfig:
       every: steps between evaluations; 0 evaluates at the end only.
       max_bytes: held-out documents are taken whole, in the order of their hashes, as long as they fit in this.
       trace_tokens: of its first batch, tokens whose routing is recorded in `routing.npz`, which the pictures read; 0: none.
-        Runs over pipeline stages record none.
+        "none": 4096, or 0 over pipeline stages, which cannot record any.
     """
 
     every: int = 1000
     max_bytes: int = 1_000_000
-    trace_tokens: int = 4096
+    trace_tokens: int | None = None
 
     def __post_init__(self):
         _at_least("every", self.every, 0)
-        _at_least("trace_tokens", self.trace_tokens, 0)
+        if self.trace_tokens is not None:
+            _at_least("trace_tokens", self.trace_tokens, 0)
         positive("max_bytes", self.max_bytes)
 
 
@@ -295,6 +300,13 @@ class TrainConfig:
             positive(name, getattr(self, name))
         check_microbatches(self.num_microbatches, self.microbatch_overlap)
         _at_least("seed", self.seed, 0)
+
+    @property
+    def trace_tokens(self) -> int:
+        """Tokens whose routing an evaluation records."""
+        if self.eval.trace_tokens is None:
+            return 0 if self.mesh.stage > 1 else _TRACE_TOKENS
+        return self.eval.trace_tokens
 
 
 def check_config(cfg: TrainConfig) -> None:

@@ -25,7 +25,7 @@ def eval_program(cfg: TrainConfig) -> jax.stages.Wrapped:
     """(params, router, batch) -> {"loss_sum", "num_targets"}, and "expert" where it is traced. Under `jax.set_mesh`."""
     pipeline = make_pipeline(cfg)
     if pipeline is None:
-        step = make_eval_step(cfg.model, RULES, record=cfg.eval.trace_tokens > 0)
+        step = make_eval_step(cfg.model, RULES, record=cfg.trace_tokens > 0)
     else:
         step = make_pipeline_eval(cfg.model, pipeline, RULES)
     return jax.jit(step, compiler_options=_options(cfg))

@@ -21,7 +21,7 @@ class Recorder:
     def __init__(self, cfg: TrainConfig, folder: Path, tokenizer: Tokenizer, start_step: int):
         """Args: cfg, the run's; folder, its; tokenizer, its; start_step: later records are dropped, they are taken again."""
         moe = cfg.model.moe
-        self.path, self.num_tokens = folder / TRACE, cfg.eval.trace_tokens if moe and cfg.mesh.stage == 1 else 0
+        self.path, self.num_tokens = folder / TRACE, cfg.trace_tokens if moe else 0
         if moe is None:
             return
         self.domain_of = domain_of_ids(tokenizer, cfg.model.vocab_size)

@@ -26,6 +26,8 @@ def make_pipeline(cfg: TrainConfig) -> Pipeline | None:
         raise InputError(f"pipeline.schedule='none' with mesh.stage={stages}: legal are {', '.join(MAKERS)}")
     if cfg.microbatch_overlap != 1:
         raise InputError(f"microbatch_overlap={cfg.microbatch_overlap}: in a pipeline the schedule overlaps them; legal is 1")
+    if cfg.trace_tokens:
+        raise InputError(f"eval.trace_tokens={cfg.trace_tokens}: over stages no routing is recorded; legal are 0 and none")
     try:
         schedule = _schedule(chosen, stages, cfg.num_microbatches)
         pipeline = Pipeline(schedule, chosen.cuts)

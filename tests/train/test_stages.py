@@ -107,6 +107,7 @@ def test_stages_resume_bit_equal(staged, tmp_path, capsys):
             ["mesh.stage=2", "pipeline.schedule=gpipe", "num_microbatches=4", "microbatch_overlap=2"],
             "microbatch_overlap=2: in a pipeline the schedule overlaps them; legal is 1",
         ),
+        (["mesh.stage=2", "pipeline.schedule=gpipe", "eval.trace_tokens=64"], "eval.trace_tokens=64: .*legal are 0 and none"),
     ],
 )
 def test_impossible_pipelines_are_refused_before_any_device_work(words, message, capsys):
