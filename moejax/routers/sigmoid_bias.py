@@ -6,8 +6,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from moejax.checks import one_of
 from moejax.pytree import pytree
 from moejax.routing import LoadState, Routing, Tokens, check_flag, check_number, choose, pick
+
+RULES = ("sign", "error")
 
 
 @pytree
@@ -17,15 +20,18 @@ class BiasState(LoadState):
     Attributes:
       bias: [..., E] float32, added to the scores when experts are selected. Leading axes (layers) are carried along.
       rate: what an update adds or subtracts.
+      rule: "sign" or "error", see `SigmoidBias`.
     """
 
     bias: Float[Array, "*layers E"]
     rate: float = dataclasses.field(metadata={"static": True})
+    rule: str = dataclasses.field(default="sign", metadata={"static": True})
 
     def update(self, tokens_per_expert: Int[Array, "*layers E"]) -> "BiasState":
-        """Raises the bias of experts below the mean load, lowers it above: bias += rate * sign(mean - load)."""
+        """Raises the bias of experts below the mean load, lowers it above: bias += rate * step, by `SigmoidBias.rule`."""
         load = tokens_per_expert.astype(jnp.float32)
-        step = jnp.sign(load.mean(-1, keepdims=True) - load)
+        mean = load.mean(-1, keepdims=True)
+        step = jnp.sign(mean - load) if self.rule == "sign" else (mean - load) / jnp.where(mean > 0, mean, 1)
         return dataclasses.replace(self, bias=self.bias + self.rate * step)
 
     @property
@@ -41,23 +47,29 @@ class SigmoidBias:
     The bias steers the selection only; weights come from the unbiased scores, and the bias has no gradient.
 
     Attributes:
-      rate: what an update adds to or takes from each expert's bias.
+      rate: what an update adds to or takes from each expert's bias; under the rule "error", of an expert that nothing was
+        sent to.
       renormalise: divide the k weights by their sum.
       scale: factor on the weights afterwards (2.5 in DeepSeek-V3).
+      rule: "sign": every expert's bias moves by the rate (the papers' choice). "error": by the rate times how far its load is
+        below the mean, over the mean (a variant in Wang et al. 2024, there without the division): fast from a skewed start,
+        and at rest where loads are even.
     """
 
     rate: float = 1e-3
     renormalise: bool = True
     scale: float = 1.0
+    rule: str = "sign"
 
     def __post_init__(self):
+        one_of("rule", self.rule, RULES)
         check_flag("renormalise", self.renormalise)
         check_number("rate", self.rate)
         check_number("scale", self.scale)
 
     def init_state(self, num_experts: int) -> BiasState:
         """Zero bias for every expert."""
-        return BiasState(jnp.zeros(num_experts, jnp.float32), self.rate)
+        return BiasState(jnp.zeros(num_experts, jnp.float32), self.rate, self.rule)
 
     def __call__(
         self, logits: Float[Array, "t E"], top_k: int, state: LoadState | None, tokens: Tokens | None = None

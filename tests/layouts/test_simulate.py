@@ -113,7 +113,7 @@ def test_what_waits_for_w_by_hand():
 
 def test_the_fullest_moment_of_both_is_not_that_of_each():
     """One stage: three forwards and their fused backwards, then two forwards and Bs, then both Ws."""
-    ops = "F0 F1 F2 B0 W0 B1 W1 B2 W2 F3 F4 B3 B4 W3 W4".split()
+    ops = ["F0", "F1", "F2", "B0", "W0", "B1", "W1", "B2", "W2", "F3", "F4", "B3", "B4", "W3", "W4"]
     table = Schedule("two heaps", 5, 5, Placement.loop(1, 1), (tuple((Op(word[0], 0, int(word[1])),) for word in ops),))
     found = simulate(table)
     assert (found.peak_activations, found.peak_waiting) == ((3,), (2,))
@@ -123,7 +123,7 @@ def test_the_fullest_moment_of_both_is_not_that_of_each():
 
 @pytest.mark.parametrize("held", [{"forward_bytes": -1, "backward_bytes": 1}, {"forward_bytes": 1, "backward_bytes": "1"}])
 def test_bytes_that_are_none(held):
-    with pytest.raises(ValueError, match="held (forward|backward)_bytes=('1'|-1): needs a number of at least 0"):
+    with pytest.raises(ValueError, match=r"held (forward|backward)_bytes=('1'|-1): needs a number of at least 0"):
         HeldBytes(**held)
 
 

@@ -105,8 +105,16 @@ def test_impossible_values_are_refused(change, message, monkeypatch):
 
 @pytest.mark.usefixtures("unchecked")
 def test_impossible_routers_are_refused():
-    for make in (lambda: Softmax(renormalise="no"), lambda: SigmoidBias(rate="x"), lambda: SigmoidBias(scale=math.nan)):
-        with pytest.raises(ValueError, match=r"^(renormalise='no': needs True or False|rate='x'|scale=nan)"):
+    makers = [
+        lambda: Softmax(renormalise="no"),
+        lambda: SigmoidBias(rate="x"),
+        lambda: SigmoidBias(scale=math.nan),
+        lambda: SigmoidBias(rule="signs"),
+    ]
+    for make in makers:
+        with pytest.raises(
+            ValueError, match=r"^(renormalise='no': needs True or False|rate='x'|scale=nan|rule='signs': legal values)"
+        ):
             make()
 
 

@@ -183,7 +183,9 @@ def test_and_over_sixteen_devices(case):
     """In a process of its own: how many devices there are is fixed when jax starts."""
     flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=16"  # of a flag given twice the last counts
     command = [sys.executable, "-m", "tests.moejax.sixteen_devices", str(case)]
-    done = subprocess.run(command, cwd=Path(__file__).parents[2], env={**os.environ, "XLA_FLAGS": flags}, capture_output=True, text=True)
+    done = subprocess.run(
+        command, cwd=Path(__file__).parents[2], env={**os.environ, "XLA_FLAGS": flags}, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout == f"{case}: 16 devices, as without a pipeline\n"
 

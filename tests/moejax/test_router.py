@@ -133,10 +133,19 @@ def test_update_raises_the_bias_of_starved_experts(loads):
     assert got.rate == 0.25
 
 
-def test_updates_balance_a_skewed_router():
+@hypothesis.given(hnp.arrays(np.int32, (2, 4), elements=st.integers(0, 2**20)))
+def test_updates_by_error_are_in_proportion_to_it(loads):
+    got = update_router(BiasState(jnp.full((2, 4), 0.5), 0.25, "error"), _stats(loads))
+    mean = loads.mean(1, keepdims=True)
+    want = 0.5 + 0.25 * (mean - loads) / np.where(mean > 0, mean, 1)
+    np.testing.assert_allclose(got.bias, want, rtol=1e-5, atol=1e-6)
+    assert (got.rate, got.rule) == (0.25, "error")
+
+
+@pytest.mark.parametrize("router", [SigmoidBias(rate=1e-2), SigmoidBias(rate=5e-2, rule="error")], ids=["sign", "error"])
+def test_updates_balance_a_skewed_router(router):
     """Tokens that all prefer expert 0 are spread evenly after a few hundred updates."""
     logits = jnp.asarray(np.random.default_rng(0).normal(size=(256, 4)) + 1.5 * np.eye(4)[0], jnp.float32)
-    router = SigmoidBias(rate=1e-2)
 
     def update(state, _):
         loads = jnp.bincount(router(logits, 1, state).expert[:, 0], length=4)

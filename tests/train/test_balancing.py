@@ -8,12 +8,14 @@ from tests.train import balancing
 @pytest.mark.slow
 def test_bias_and_queues_even_out_a_skewed_start():
     """Without balancing the fullest expert of the worse layer keeps over twice the mean; within 200 steps these halve that."""
-    skewed = balancing.run(balancing.WAYS["no balancing"])[0]
+    skewed = balancing.fullest(balancing.run(balancing.WAYS["no balancing"])[0])
     assert skewed.min() > 2
-    for name in ("SigmoidBias(rate=1e-2)", "Queue(price=1e-2)"):
-        loads = balancing.run(balancing.WAYS[name])[0]
-        assert loads[0] > 2
-        assert loads[-balancing.LAST :].mean() < 1.35, name
+    for name in ('SigmoidBias(rate=5e-2, rule="error")', "Queue(price=3e-2)"):
+        tokens = balancing.run(balancing.WAYS[name])[0]
+        end = tokens[-balancing.LAST :]
+        assert balancing.fullest(tokens[0]) > 2
+        assert balancing.fullest(end).mean() < 1.3, name
+        assert balancing.fullest(end.sum(0)) < 1.2, name
 
 
 def test_the_page_shows_every_way():
