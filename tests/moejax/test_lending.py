@@ -225,7 +225,8 @@ def _own_products(module: hlo.Module, where: hlo.Computation, sign: str) -> set[
     def does(instruction):
         inner = (i for name in instruction.called for i in module.computations[name])
         mine = instruction.base_op in PRODUCTS and scope(instruction).startswith(f"{sign}moe/experts/moe/own")
-        return mine or any(map(does, inner))
+        # A gather may stand there as a custom call too.
+        return (mine and hlo.works(module, instruction)) or any(map(does, inner))
 
     return {i.name for i in where if does(i)}
 
