@@ -40,11 +40,13 @@ class LayerRows:
     """What bounds read of the pairs [n] of one call, and their layers' own bounds."""
 
     def __init__(self, bounds: Bounds, mesh: np.ndarray, plan: np.ndarray, choices: Choices):
-        """Args:
-        bounds: of the meshes, the plans and all the options.
-        mesh: [n] indices of meshes.
-        plan: [n] indices of plans.
-        choices: the remat policies and policies to bound, and the crossings allowed.
+        """Of the pairs (mesh[i], plan[i]).
+
+        Args:
+          bounds: of the meshes, the plans and all the options.
+          mesh: [n] indices of meshes.
+          plan: [n] indices of plans.
+          choices: the remat policies and policies to bound, and the crossings allowed.
         """
         self.bounds, self.job, self.mesh, self.choices = bounds, bounds.job, mesh, choices
         self.remats = [bounds.choices.remats.index(remat) for remat in choices.remats]

@@ -133,7 +133,7 @@ def _stage(job: _Job, stage: int) -> StageMemory:
         for group, count in _part_params(job, part, last).items():
             counts[group] = counts.get(group, 0.0) + count
     if job.recipe.by_chunk and job.layout.stage > 1:
-        counts |= _tables(job.model, job.layout.tensor, (job.model.tied, True, True))
+        counts |= _tables(job.model, job.layout.tensor, together=True)
     layers = {layer for part in held for layer in job.parts[part]}
     terms, *host = _states(job, counts)
     terms["gathered"] = _gathered(job, held, last)
@@ -157,18 +157,19 @@ def _part_params(job: _Job, part: int, last: int) -> dict[str, float]:
     for layer, times in job.parts[part].items():
         for group, count in _layer_counts(model, layer, job.layout).items():
             found[group] = found.get(group, 0.0) + times * count
-    # Tied tables lie on both ends of a pipeline.
-    found |= _tables(model, tensor, (model.tied and last == 0, part == 0, part == last))
+    tables = _tables(model, tensor, together=last == 0)
+    if part == 0:
+        found["embedding"] = tables["embedding"]
     if part == last:
+        found["head"] = tables["head"]
         found["norms"] = found.get("norms", 0.0) + model.final_norm_params
     return found
 
 
-def _tables(model: Model, tensor: int, where: tuple[bool, bool, bool]) -> dict[str, float]:
-    """Numbers of embedding and head on one device: (whether they are one table, whether the first is here, and the second)."""
-    one, first, last = where
-    found = {"embedding": model.embedding_params / tensor} if first else {}
-    return found | ({"head": 0.0 if one else model.head.weights / tensor} if last else {})
+def _tables(model: Model, tensor: int, together: bool) -> dict[str, float]:
+    """Numbers of embedding and head on one device; tied ones are one table where both are on it (`together`)."""
+    head = 0.0 if model.tied and together else model.head.weights / tensor
+    return {"embedding": model.embedding_params / tensor, "head": head}
 
 
 def _layer_counts(model: Model, layer: Layer, layout: Layout) -> dict[str, float]:

@@ -99,8 +99,8 @@ def _grouped_backward(kernel, activation, how, kept, dy):
         back=lambda cotangents, matrices: kernel.back(cotangents, matrices, rows, How(x.dtype)),
     )
     weight = jnp.where(rows.live, row_weight, 0)
-    # Not in one pass, which moves 4% fewer bytes and takes a quarter more memory (`python -m benchmarks compiled_layer`, pools:
-    # H100 0.73 and 1.52 GiB for 0.58 and 1.25; v5p 2.00 for 1.72).
+    # Not in one pass, which takes a quarter more memory and moves 3 to 7% fewer bytes (`python -m benchmarks compiled_layer`,
+    # pools on H100, 2026-12-01: 0.73 and 1.52 GiB for 0.58 and 1.25).
     dx, d_weight, d_into, d_down = gradients(activation, "activation_first", (x, weight, into, down, products), dy, grouped)
     return dx, d_weight, d_into, d_down, None
 

@@ -13,8 +13,6 @@ from moejax.transformer import check_model
 from train.errors import InputError
 
 RULES = AxisRules()
-
-
 # Whose routing an evaluation records, unless the config says how many.
 _TRACE_TOKENS = 4096
 

@@ -52,12 +52,9 @@ def with_layout(cfg: TrainConfig, layout: Layout) -> TrainConfig:
     Raises:
       InputError: for a layout that the trainer does not run, or the config cannot have.
     """
-    lacking = [
-        *layout.not_runnable(),
-        *(["excluded devices"] if layout.excluded else []),
-    ]
+    lacking = [*layout.not_runnable(), *(["excluded devices"] if layout.excluded else [])]
     if lacking:
-        raise InputError(f"layout {describe(layout)}: the trainer does not run {', '.join(dict.fromkeys(lacking))}")
+        raise InputError(f"layout {describe(layout)}: the trainer does not run {', '.join(lacking)}")
     sizes = {name: size for name, size in layout.sizes.items() if name in cfg.mesh.sizes}
     try:
         moe = cfg.model.moe and dataclasses.replace(

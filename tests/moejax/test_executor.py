@@ -155,9 +155,14 @@ ONE_AXIS = ((("expert", 2),), (("fsdp", 2),), (("data", 2),))
 EVEN = {"dualpipe": (4, 8, 16), "dualpipe_v": (4, 8, 16), "bitpipe": (4, 4, 8)}
 
 
-def more_cases():
+def counts():
+    """(number of the schedule, its name, micro-batches for 2, 4 and 8 stages)."""
     for number, name in enumerate(MAKERS):
-        two, four, eight = EVEN.get(name, ((5, 2, 3), (3, 4, 8), (6, 3, 9))[number % 3])
+        yield number, name, EVEN.get(name, ((5, 2, 3), (3, 4, 8), (6, 3, 9))[number % 3])
+
+
+def more_cases():
+    for number, name, (two, four, eight) in counts():
         yield Case(name, 2, two, TWO_AXES[number % 4], UNTIED)
         yield Case(name, 4, four, ONE_AXIS[number % 3], POOLED if ONE_AXIS[number % 3] == (("expert", 2),) else UNTIED)
         yield Case(name, 8, eight, (), WIDE)
@@ -169,12 +174,16 @@ def test_and_so_on_every_mesh(case):
     check(case)
 
 
-# What 8 devices have no room for: 4 stages with two other axes, and 8 with one.
-SIXTEEN = [
-    Case("zeropp", 4, 6, (("fsdp", 2), ("expert", 2)), UNTIED, chunks=2, unit=4),
-    Case("dualpipe", 4, 8, (("data", 2), ("expert", 2)), UNTIED),
-    Case("zb_h1", 8, 6, (("expert", 2),), UNTIED),
-]
+def cases_of_16():
+    """What 8 devices have no room for: of every schedule 4 stages with two other axes, and 8 with one."""
+    yield Case("zeropp", 4, 6, (("fsdp", 2), ("expert", 2)), UNTIED, chunks=2, unit=4)
+    for number, name, (_, four, eight) in counts():
+        yield Case(name, 4, four, TWO_AXES[(number + 1) % 4], UNTIED)
+        yield Case(name, 8, eight, ONE_AXIS[(number + 1) % 3], DEEP)
+
+
+DEEP = dataclasses.replace(UNTIED, num_layers=17)
+SIXTEEN = list(cases_of_16())
 
 
 @pytest.mark.slow
