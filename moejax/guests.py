@@ -80,8 +80,10 @@ def _forward(activation, axes, rows, weight, own, lane, sizes):
 def _backward(activation, axes, kept, dy):
     """The own experts' rows while the weights arrive, then the guests', then the own weights' while gradients go home."""
     rows, weight, own, lane, sizes, (first, *others) = kept
-    # Behind the barrier, so that XLA computes the activation and sends the weights again instead of keeping them.
-    first, dy, lane = lax.optimization_barrier((first, dy, lane))
+    # Behind barriers, so that XLA sends the weights and computes the activation again instead of keeping them. The weights need
+    # not wait for dy: a TPU's compiler makes their exchange a synchronous one if they do (v5p, jax 0.10.2).
+    first, lane = lax.optimization_barrier((first, lane))
+    first, dy = lax.optimization_barrier((first, dy))
     products = (first, *others)
     wire = send(own, lane, axes)
     here, there = _parts(own, sizes)

@@ -74,7 +74,8 @@ def outer(
     grid = (pl.cdiv(depth, deep), pl.cdiv(width, broad), plan.group.shape[0])
     scratch = [pltpu.VMEM((deep, broad), jnp.float32)]
     shape = shape_like((num_groups, depth, width), how.dtype, x)
-    return _call(kernel, grid, specs, [out], scratch, [shape], plan, operands)[0]
+    products = 2 * rows.num_rows * depth * width
+    return _call(kernel, grid, specs, [out], scratch, [shape], plan, operands, products)[0]
 
 
 def _forward(xs, weights, rows, scale, how, transpose, num_results, finish):
@@ -108,7 +109,8 @@ def _forward(xs, weights, rows, scale, how, transpose, num_results, finish):
     grid = (pl.cdiv(width, broad), plan.group.shape[0], pl.cdiv(depth, deep))
     scratch = [pltpu.VMEM((height, broad), jnp.float32)] * (len(weights) // len(xs))
     shapes = [shape_like((rows.num_rows, width), how.dtype, xs[0])] * num_results
-    return _call(kernel, grid, specs, [out] * num_results, scratch, shapes, plan, operands)
+    products = 2 * rows.num_rows * depth * width * len(weights)
+    return _call(kernel, grid, specs, [out] * num_results, scratch, shapes, plan, operands, products)
 
 
 def _product_kernel(group, tile, start, stop, num_visits, *refs, num_operands, scaled, sizes, transpose, finish, how):
@@ -185,14 +187,18 @@ def _present(block, k, deep, depth, axis):
     return jnp.where(place < depth, block, jnp.zeros_like(block))
 
 
-def _call(kernel, grid, in_specs, out_specs, scratch, shapes, plan, operands):
-    """The kernel over the grid: compiled on TPU, interpreted on the CPU."""
+def _call(kernel, grid, in_specs, out_specs, scratch, shapes, plan, operands, flops):
+    """The kernel over the grid: compiled on TPU, interpreted on the CPU. The FLOPs, of all R rows, are for XLA's scheduler."""
+    moved = sum(array.size * array.dtype.itemsize for array in (*operands, *shapes))
+    cost = pl.CostEstimate(flops=flops, transcendentals=0, bytes_accessed=moved)
 
     def run(*args, interpret):
         spec = pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=5, grid=grid, in_specs=in_specs, out_specs=out_specs, scratch_shapes=scratch
         )
-        call = pl.pallas_call(kernel, shapes, grid_spec=spec, interpret=interpret, compiler_params=_PARAMS)
+        call = pl.pallas_call(
+            kernel, shapes, grid_spec=spec, interpret=interpret, compiler_params=_PARAMS, cost_estimate=cost
+        )
         return call(*args)
 
     args = (plan.group, plan.tile, plan.start, plan.stop, plan.num_visits, *operands)
