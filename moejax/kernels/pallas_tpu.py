@@ -196,9 +196,7 @@ def _call(kernel, grid, in_specs, out_specs, scratch, shapes, plan, operands, fl
         spec = pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=5, grid=grid, in_specs=in_specs, out_specs=out_specs, scratch_shapes=scratch
         )
-        call = pl.pallas_call(
-            kernel, shapes, grid_spec=spec, interpret=interpret, compiler_params=_PARAMS, cost_estimate=cost
-        )
+        call = pl.pallas_call(kernel, shapes, grid_spec=spec, interpret=interpret, compiler_params=_PARAMS, cost_estimate=cost)
         return call(*args)
 
     args = (plan.group, plan.tile, plan.start, plan.stop, plan.num_visits, *operands)
