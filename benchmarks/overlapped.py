@@ -4,6 +4,7 @@ Compiled ahead of time for hardware that is not there, forward and backward, bfl
 tokens a token shard. Without overlap weights are gathered before use and their gradients reduced after (over `fsdp`), and
 outputs are summed when they are whole (over `tensor`). Pairs are asynchronous collectives, start and done; beside: those with
 a product scheduled between the two. No clock runs here: whether a product is long enough to hide what travels is not seen.
+Over `fsdp` the parts' float32 products of the first matrix stand side by side until they are summed: that is the price.
 """
 
 import tempfile
@@ -16,7 +17,7 @@ from layouts import aot, hlo
 
 __all__ = ["AIM", "run", "unavailable"]
 
-AIM = "with overlap: every part of weights and of partial sums travels beside a product, and less memory"
+AIM = "with overlap: every part of weights and of partial sums travels beside a product"
 TARGETS = ("h100:1x8", "v5p:2x2x2")
 SHAPE = {"d_model": 2048, "d_ff": 4096, "num_experts": 4, "top_k": 2, "param_dtype": "float32"}
 MESHES = {"fsdp4": {"fsdp": 4, "expert": 2}, "tensor4": {"expert": 2, "tensor": 4}}
