@@ -7,7 +7,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from moejax.routers.sigmoid_bias import BiasState, needed, sigmoid_routing
+from moejax.checks import one_of
+from moejax.routers.sigmoid_bias import RULES, BiasState, needed, sigmoid_routing
 from moejax.routing import LoadState, Routing, Tokens, allow, check_flag, check_number, check_whole, rank, settle
 
 
@@ -25,6 +26,7 @@ class Grouped:
       rate: what an update adds to or takes from each expert's bias.
       renormalise: divide the k weights by their sum.
       scale: factor on the weights afterwards (2.5 in DeepSeek-V3).
+      rule: "sign" or "error", as for `SigmoidBias`.
     """
 
     num_groups: int = 8
@@ -32,8 +34,10 @@ class Grouped:
     rate: float = 1e-3
     renormalise: bool = True
     scale: float = 1.0
+    rule: str = "sign"
 
     def __post_init__(self):
+        one_of("rule", self.rule, RULES)
         check_whole("num_groups", self.num_groups)
         check_whole("max_groups", self.max_groups)
         check_flag("renormalise", self.renormalise)
@@ -58,7 +62,7 @@ class Grouped:
 
     def init_state(self, num_experts: int) -> BiasState:
         """Zero bias for every expert."""
-        return BiasState(jnp.zeros(num_experts, jnp.float32), self.rate)
+        return BiasState(jnp.zeros(num_experts, jnp.float32), self.rate, self.rule)
 
     def __call__(
         self, logits: Float[Array, "t E"], top_k: int, state: LoadState | None, tokens: Tokens | None = None

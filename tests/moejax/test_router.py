@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from moejax import BiasState, MoEConfig, RoutingStats, SigmoidBias, Softmax, update_router
 from moejax.line import route
 from moejax.router import Router
+from moejax.routers import Grouped
 from tests.moejax import oracle
 
 T, E = 5, 6
@@ -142,7 +143,15 @@ def test_updates_by_error_are_in_proportion_to_it(loads):
     assert (got.rate, got.rule) == (0.25, "error")
 
 
-@pytest.mark.parametrize("router", [SigmoidBias(rate=1e-2), SigmoidBias(rate=5e-2, rule="error")], ids=["sign", "error"])
+BALANCING = [
+    SigmoidBias(rate=1e-2),
+    SigmoidBias(rate=5e-2, rule="error"),
+    Grouped(2, 1, rate=1e-2),
+    Grouped(2, 1, rate=5e-2, rule="error"),
+]
+
+
+@pytest.mark.parametrize("router", BALANCING, ids=lambda router: f"{type(router).__name__}-{router.rule}")
 def test_updates_balance_a_skewed_router(router):
     """Tokens that all prefer expert 0 are spread evenly after a few hundred updates."""
     logits = jnp.asarray(np.random.default_rng(0).normal(size=(256, 4)) + 1.5 * np.eye(4)[0], jnp.float32)
@@ -153,6 +162,7 @@ def test_updates_balance_a_skewed_router(router):
 
     _, loads = jax.lax.scan(update, router.init_state(4), length=200)
     assert loads[0, 0] > 150
+    assert router.init_state(4).rule == router.rule
     assert abs(loads[-20:].mean(0) - 64).max() < 8
 
 

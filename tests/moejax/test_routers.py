@@ -344,6 +344,7 @@ def test_jitter_scales_the_inputs_of_training_alone():
     [
         (lambda: Grouped(0), r"num_groups=0: needs a whole number of at least 1"),
         (lambda: Grouped(2, 3), r"max_groups=3: needs 1 to num_groups=2"),
+        (lambda: Grouped(rule="eror"), r"rule='eror': legal values are 'sign', 'error' \(did you mean 'error'\?\)"),
         (lambda: TopP(1.5), r"p=1.5: needs a probability, above 0 and at most 1"),
         (lambda: TopP(0), r"p=0: needs a finite number above 0"),
         (lambda: Queue([1.0]), r"rates=\[1.0\]: needs a tuple of numbers above 0"),
